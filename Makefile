@@ -1,0 +1,40 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.10 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := megaconv loaders savers formats megatron_lite
+
+.PHONY: demo test test-slow test-gpu check benchmark clean
+
+demo: $(VENV)/.installed
+	$(BIN)/megaconv demo
+
+test: $(VENV)/.tested check
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-slow: $(VENV)/.tested
+	$(BIN)/python -m pytest -n 2 -m slow
+
+test-gpu: $(VENV)/.tested
+	$(BIN)/python -m pytest -m gpu
+
+check: $(VENV)/.tested
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+benchmark: $(VENV)/.tested
+	$(BIN)/python benchmarks/convert.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(PIP) -e ".[test,oracle]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

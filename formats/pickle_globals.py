@@ -1,0 +1,299 @@
+"""The only classes and functions that a pickle can call: a fixed table from names to our own harmless stand-ins.
+
+A name outside the table is never imported. If it belongs to a framework that checkpoints come from, calling it makes an
+Opaque record; calling anything else is an UnsafeCallError.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from math import prod
+from pathlib import PurePosixPath, PureWindowsPath
+
+import numpy as np
+
+from formats.pickle_records import (
+    STORAGE_DTYPES,
+    Global,
+    NumpyArray,
+    NumpyDtype,
+    Opaque,
+    StorageType,
+    TensorRecord,
+    TorchDtype,
+)
+from formats.tensor import Shape
+
+TensorHook = Callable[[TensorRecord], object]
+
+
+class MalformedError(ValueError):
+    """The pickle says something that no writer of checkpoints says."""
+
+
+class UnsafeCallError(Exception):
+    """The pickle asks to run code."""
+
+
+_FRAMEWORKS = {
+    "torch", "numpy", "megatron", "transformer_engine", "transformer_engine_torch", "omegaconf", "nemo", "lightning",
+    "pytorch_lightning", "deepspeed", "apex", "modelopt",
+}  # fmt: skip
+_HARMLESS = {
+    "builtins": {"object", "range", "slice"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "io": {"BytesIO", "StringIO"},
+    "signal": {"Signals", "Handlers"},
+    "types": {"SimpleNamespace"},
+    "uuid": {"UUID"},
+}  # fmt: skip
+"""Classes of the standard library that may become Opaque records."""
+
+_DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d+\w*")
+_NUMPY_CODE = re.compile(r"[?b]|b1|[iu][1248]|f[248]|c(8|16)|[SUV]\d{1,4}")
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "_io": "io", "pathlib._local": "pathlib"}
+
+
+def resolve(module: str, name: str) -> object:
+    """What stands for a name: a TorchDtype, StorageType, Opaque (signals) or Global.
+
+    The spellings of different versions of Python and numpy become one.
+    """
+    if max(len(module), len(name)) > 1024 or not (module + name).isprintable():
+        raise MalformedError("a class whose name is not a name")
+    module = _RENAMED.get(module, module)
+    if module.startswith("numpy.core."):
+        module = "numpy._core." + module.removeprefix("numpy.core.")
+    if module == "torch" and _DTYPE.fullmatch(name):
+        return TorchDtype(name)
+    if module.partition(".")[0] == "torch" and name in STORAGE_DTYPES:
+        return StorageType(STORAGE_DTYPES[name])
+    if module == "signal" and re.fullmatch("SIG[A-Z0-9]+", name):
+        return Opaque("signal", "Signals", (name,))  # Python up to 3.10 names the member, later ones call the class
+    return Global(module, name)
+
+
+def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> object:
+    """What a call makes, without calling it. tensor: makes what takes the place of a TensorRecord.
+
+    Raises UnsafeCallError, and MalformedError (or a TypeError or ValueError of Python's) for arguments that don't fit.
+    """
+    if type(function) is not Global:
+        raise MalformedError(f"a call of something that is not a function ({type(function).__name__})")
+    key = function.module, function.name
+    if key in _TENSORS:
+        return tensor(_TENSORS[key](*args))
+    if key in _WRAPPERS:
+        return args[0]
+    if key in _BY_TYPE:
+        return call(args[0], _tuple(args[2]), tensor)
+    if key == ("copyreg", "_reconstructor"):
+        return call(args[0], (), tensor)
+    if key in _VALUES:
+        return _VALUES[key](*args)
+    if key[0].partition(".")[0] in _FRAMEWORKS or key[1] in _HARMLESS.get(key[0], ()):
+        return Opaque(*key, args)
+    what = f"{function.module}.{function.name}"
+    raise UnsafeCallError(f"asks to call {what}; this is not a checkpoint but a program, nothing was executed")
+
+
+def build(target: object, state: object) -> None:
+    """Give an object its attributes."""
+    if type(target) is Opaque:
+        target.state = state
+    elif type(target) is Namespace and type(state) is dict and all(type(key) is str for key in state):
+        vars(target).update(state)
+    elif type(target) is NumpyArray:
+        _build_array(target, _tuple(state))
+    elif type(target) is NumpyDtype:
+        _, order, base, names, *_ = _tuple(state)
+        if order not in ("<", ">", "|", "=") or base is not None or names is not None:
+            raise MalformedError("a numpy array that is not plain numbers")
+        target.order = "<" if order == "=" else str(order)
+    elif type(target) is not dict:  # attributes of an OrderedDict (`_metadata` of a state dict) say nothing we need
+        raise MalformedError(f"attributes for a {type(target).__name__}")
+
+
+def check_key(key: object, nested: bool = False) -> None:
+    """Refuse dictionary keys and set members whose hash or comparison could take long or overflow the stack."""
+    if isinstance(key, (str, bytes)):
+        accepted = len(key) <= 1 << 16
+    elif isinstance(key, int):
+        accepted = -(1 << 63) <= key < 1 << 64
+    elif isinstance(key, tuple) and not nested and len(key) <= 16:
+        accepted = True
+        for part in key:
+            check_key(part, nested=True)
+    else:
+        accepted = isinstance(key, (float, complex, type(None), TorchDtype, StorageType, Global, Opaque))
+    if not accepted:
+        raise MalformedError(f"a dictionary key or set member that is too large or can't be one ({type(key).__name__})")
+
+
+def _tuple(value: object) -> tuple[object, ...]:
+    if type(value) is not tuple:
+        raise MalformedError(f"a tuple was expected, not a {type(value).__name__}")
+    return value
+
+
+def _naturals(values: object) -> Shape:
+    naturals = tuple(value for value in _tuple(values)[:65] if type(value) is int and 0 <= value < 1 << 63)
+    if len(naturals) != len(_tuple(values)):
+        raise MalformedError("a shape, stride or offset that is not made of natural numbers")
+    return naturals
+
+
+def _tensor_v1(storage: object, offset: object, shape: object, strides: object) -> TensorRecord:
+    (start,) = _naturals((offset,))
+    record = TensorRecord(storage, start, _naturals(shape), _naturals(strides))
+    if len(record.shape) != len(record.strides):
+        raise MalformedError("a tensor with more axes than strides, or fewer")
+    return record
+
+
+def _tensor_v2(
+    storage: object, offset: object, shape: object, strides: object,
+    grad: object, hooks: object, metadata: object = None,
+) -> TensorRecord:  # fmt: skip
+    return _tensor_v1(storage, offset, shape, strides)
+
+
+def _tensor_v3(
+    storage: object, offset: object, shape: object, strides: object,
+    grad: object, hooks: object, dtype: object, metadata: object = None,
+) -> TensorRecord:  # fmt: skip
+    if type(dtype) is not TorchDtype:
+        raise MalformedError("a tensor without a dtype")
+    record = _tensor_v1(storage, offset, shape, strides)
+    return TensorRecord(record.storage, record.offset, record.shape, record.strides, dtype.name)
+
+
+def _dict(pairs: object = (), /) -> dict[object, object]:
+    if isinstance(pairs, dict):
+        return dict(pairs)
+    made = {}
+    for pair in _list(pairs):
+        key, value = _list(pair)
+        check_key(key)
+        made[key] = value
+    return made
+
+
+def _list(values: object = (), /) -> list[object]:
+    if not isinstance(values, (list, tuple, set, frozenset)):
+        raise MalformedError(f"a list was expected, not a {type(values).__name__}")
+    return list(values)
+
+
+def _set(values: object = (), /) -> set[object]:
+    members = _list(values)
+    for member in members:
+        check_key(member)
+    return set(members)
+
+
+def _frozenset(values: object = (), /) -> frozenset[object]:
+    return frozenset(_set(values))
+
+
+def _encode(text: object, codec: object) -> bytes:
+    """How Python pickles bytes in protocol 2."""
+    if type(text) is not str or codec not in ("latin1", "latin-1"):
+        raise MalformedError("_codecs.encode with anything but text and latin1")
+    return text.encode("latin1")
+
+
+def _bytes(content: object = b"", codec: object = "latin1", /) -> bytes:
+    return content if type(content) is bytes else _encode(content, codec)
+
+
+def _complex(real: object, imaginary: object, /) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise MalformedError("a complex number that is not made of two floats")
+    return complex(real, imaginary)
+
+
+def _path(flavour: type[PurePosixPath] | type[PureWindowsPath]) -> Callable[..., str]:
+    def join(*parts: object) -> str:
+        names = [part for part in parts if isinstance(part, str)]
+        if len(names) != len(parts):
+            raise MalformedError("a path that is not made of strings")
+        return flavour(*names).as_posix()
+
+    return join
+
+
+def _numpy_dtype(code: object, align: object = False, copy: object = True, /) -> NumpyDtype:
+    if not isinstance(code, str) or not _NUMPY_CODE.fullmatch(code):
+        raise MalformedError(f"a numpy array of {code[:20] if isinstance(code, str) else 'something'}, not of numbers")
+    return NumpyDtype(code, "|" if np.dtype(code).itemsize == 1 else "<")
+
+
+def _numpy_empty(kind: object, shape: object, code: object, /) -> NumpyArray:
+    return NumpyArray()
+
+
+def _numpy_from_buffer(data: object, dtype: object, shape: object, order: object, /) -> NumpyArray:
+    """How numpy pickles arrays in protocol 5."""
+    array = NumpyArray()
+    _build_array(array, (None, shape, dtype, order == "F", data))
+    return array
+
+
+def _build_array(array: NumpyArray, state: tuple[object, ...]) -> None:
+    _, shape, dtype, fortran, data = state
+    if type(dtype) is not NumpyDtype or type(data) is not bytes or type(fortran) not in (bool, int):
+        raise MalformedError("a numpy array that is not plain numbers")
+    sizes = _naturals(shape)
+    if prod(sizes) * np.dtype(str(dtype)).itemsize != len(data):
+        raise MalformedError(f"a numpy array {list(sizes)} of {dtype} in {len(data)} bytes")
+    array.dtype, array.shape, array.data, array.fortran = str(dtype), sizes, data, bool(fortran)
+
+
+def _numpy_scalar(dtype: object, data: object, /) -> object:
+    """A Python number; text stays a record."""
+    if type(dtype) is not NumpyDtype or type(data) is not bytes or len(data) != np.dtype(str(dtype)).itemsize:
+        raise MalformedError("a numpy number of the wrong length")
+    if dtype.code[0] in "SUV":
+        return NumpyArray(str(dtype), (), data)
+    number: object = np.frombuffer(data, str(dtype))[0].item()
+    return number
+
+
+_TENSORS: dict[tuple[str, str], Callable[..., TensorRecord]] = {
+    ("torch._utils", "_rebuild_tensor"): _tensor_v1,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+}
+_WRAPPERS = {("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state")}
+"""(tensor, ...): the tensor alone matters."""
+_BY_TYPE = {("torch._tensor", "_rebuild_from_type_v2"), ("torch._tensor", "_rebuild_from_type")}
+"""(function, class, arguments, attributes) of tensors that carry attributes."""
+_VALUES: dict[tuple[str, str], Callable[..., object]] = {
+    ("_codecs", "encode"): _encode,
+    ("argparse", "Namespace"): Namespace,
+    ("builtins", "bytearray"): _bytes,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "complex"): _complex,
+    ("builtins", "dict"): _dict,
+    ("builtins", "frozenset"): _frozenset,
+    ("builtins", "list"): _list,
+    ("builtins", "set"): _set,
+    ("collections", "Counter"): _dict,
+    ("collections", "OrderedDict"): _dict,
+    ("collections", "defaultdict"): lambda factory=None: {},
+    ("collections", "deque"): lambda values=(), length=None: _list(values),
+    ("numpy", "dtype"): _numpy_dtype,
+    ("numpy._core.multiarray", "_reconstruct"): _numpy_empty,
+    ("numpy._core.multiarray", "scalar"): _numpy_scalar,
+    ("numpy._core.numeric", "_frombuffer"): _numpy_from_buffer,
+    ("pathlib", "Path"): _path(PurePosixPath),
+    ("pathlib", "PosixPath"): _path(PurePosixPath),
+    ("pathlib", "PurePath"): _path(PurePosixPath),
+    ("pathlib", "PurePosixPath"): _path(PurePosixPath),
+    ("pathlib", "PureWindowsPath"): _path(PureWindowsPath),
+    ("pathlib", "WindowsPath"): _path(PureWindowsPath),
+    ("torch", "Size"): _naturals,
+}

@@ -1,0 +1,110 @@
+"""Reads pickles without running anything in them, into plain values and inert records."""
+
+import struct
+from argparse import Namespace
+from collections.abc import Collection
+from mmap import mmap
+
+from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.pickle_globals import MalformedError, TensorHook, UnsafeCallError
+from formats.pickle_machine import Machine, PersistentHook
+from formats.pickle_opcodes import run
+from formats.pickle_records import Global, NumpyArray, NumpyDtype, Opaque, StorageType, TensorRecord, TorchDtype
+
+__all__ = [
+    "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "load", "load_at",
+]  # fmt: skip
+
+LIMIT_DEPTH = 100
+"""Containers within containers."""
+
+_BROKEN = (ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError, struct.error)
+"""What bad bytes lead to inside the machine; MalformedError is a ValueError."""
+
+
+def load(
+    data: bytes, persistent: PersistentHook | None = None, *, source: str, tensor: TensorHook | None = None
+) -> object:
+    """The object in a pickle that fills `data`.
+
+    persistent: makes the storage (or whatever it likes) of a persistent identity; without it there must be none.
+    source: what error messages call the file.
+    tensor: makes what takes the place of a TensorRecord.
+
+    OrderedDicts and the like become dicts, torch.Size a tuple, paths strings, numpy numbers Python's; a Namespace of
+    argparse stays one; other objects become Opaque, classes and functions Global.
+
+    The result can be walked by recursion: lists, tuples, dicts and namespaces are at most LIMIT_DEPTH deep and hold no
+    cycles (what is in an Opaque may).
+
+    Raises CorruptCheckpoint for bytes that are no pickle, and UnsafeContent for a pickle that asks to run code.
+    """
+    value, end = load_at(data, 0, persistent, source, tensor)
+    if end != len(data):
+        raise CorruptCheckpoint(f"{source}: {len(data) - end} bytes too many after the pickle; was the file changed?")
+    return value
+
+
+def load_at(
+    data: bytes | mmap, offset: int, persistent: PersistentHook | None, source: str, tensor: TensorHook | None = None
+) -> tuple[object, int]:
+    """The object in the pickle that starts at offset, and the offset after it; otherwise as `load`."""
+    machine = Machine(data, offset, persistent or _no_storages, tensor or _as_it_is)
+    try:
+        value = run(machine)
+        _check_tree(value, max(1_000_000, 16 * (machine.position - offset)))
+    except UnsafeCallError as error:
+        raise UnsafeContent(f"{source}: {error}") from None
+    except _BROKEN as error:
+        reason = f"{error!s:.200}" if isinstance(error, MalformedError) else f"{type(error).__name__}: {error!s:.200}"
+        raise CorruptCheckpoint(
+            f"{source}: a broken pickle near byte {machine.position}: {reason}; copy or save the file again"
+        ) from error
+    return value, machine.position
+
+
+def _no_storages(identity: object) -> object:
+    raise MalformedError("a reference to storages outside the pickle")
+
+
+def _as_it_is(record: TensorRecord) -> object:
+    return record
+
+
+def _check_tree(root: object, limit: int) -> None:
+    """Refuse cycles, too many levels, and shared parts that multiply to more than `limit` values when walked."""
+    sizes: dict[int, tuple[int, int]] = {}  # (levels, values) of each container by identity, once those below are known
+    path, on_path = [root], set[int]()
+    while path:
+        node = path[-1]
+        if id(node) in sizes:
+            path.pop()
+            continue
+        parts = _parts(node)
+        inner = [part for part in parts if type(part) in _CONTAINERS]
+        if id(node) not in on_path:
+            on_path.add(id(node))
+            if len(on_path) > LIMIT_DEPTH:
+                raise MalformedError("containers within containers beyond all bounds")
+            if any(id(part) in on_path for part in inner):
+                raise MalformedError("a container that contains itself")
+            path += inner
+            continue
+        below = [sizes[id(part)] for part in inner]
+        levels = 1 + max((levels for levels, _ in below), default=0)
+        values = len(parts) + sum(values for _, values in below)
+        if levels > LIMIT_DEPTH or values > limit:
+            raise MalformedError("containers within containers beyond all bounds")
+        sizes[id(node)] = levels, values
+        on_path.discard(id(node))
+
+
+_CONTAINERS = (dict, list, tuple, Namespace)
+
+
+def _parts(node: object) -> Collection[object]:
+    if isinstance(node, Namespace):
+        return vars(node).values()
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, (list, tuple)) else ()

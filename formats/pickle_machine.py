@@ -1,0 +1,88 @@
+"""The state of a pickle that is being read, and what can happen to it.
+
+Nothing is imported, and nothing is called but `pickle_globals.call`. Time and memory stay in proportion to the size of
+the pickle.
+"""
+
+from collections.abc import Callable, Iterable
+from mmap import mmap
+from struct import Struct
+
+from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key
+from formats.pickle_records import Opaque
+
+PersistentHook = Callable[[object], object]
+
+LIMIT_BYTES = 512 << 20
+"""No pickle may be longer: the tensors lie outside."""
+
+
+class Machine:
+    """A stack, a memo, and a position in the bytes. The stacks below open marks wait in `below`."""
+
+    def __init__(self, data: bytes | mmap, offset: int, persistent: PersistentHook, tensor: TensorHook) -> None:
+        self.data = data
+        self.start = self.position = offset
+        self.end = min(len(data), offset + LIMIT_BYTES)
+        self.persistent = persistent
+        self.tensor = tensor
+        self.stack: list[object] = []
+        self.below: list[list[object]] = []
+        self.memo: dict[int, object] = {}
+        self.copied = 0
+
+    def take(self, count: int) -> bytes:
+        start, self.position = self.position, self.position + count
+        if count < 0 or self.position > self.end:
+            raise MalformedError("it ends too early")
+        return self.data[start : self.position]
+
+    def number(self, layout: Struct) -> int:
+        value: int = layout.unpack_from(self.data, self.position)[0]
+        self.position += layout.size
+        return value
+
+    def line(self) -> bytes:
+        stop = self.data.find(b"\n", self.position, self.end)
+        content = self.take(stop - self.position)
+        self.position += 1
+        return content
+
+    def to_mark(self) -> list[object]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def call(self, function: object, args: object) -> None:
+        if not isinstance(args, tuple):
+            raise MalformedError("a call without a tuple of arguments")
+        self.count_copies(args)
+        self.stack.append(call(function, args, self.tensor))
+
+    def build(self, target: object, state: object) -> None:
+        self.count_copies((state,))
+        build(target, state)
+
+    def count_copies(self, values: Iterable[object]) -> None:
+        """A call may copy what it is given, and two bytes are enough to give the same long value again."""
+        self.copied += sum(len(value) for value in values if isinstance(value, (str, bytes, list, tuple, dict)))
+        if self.copied > 64 * (self.position - self.start) + (1 << 20):
+            raise MalformedError("it multiplies its contents")
+
+    def set_items(self, target: object, pairs: list[object]) -> None:
+        keys, values = pairs[::2], pairs[1::2]
+        if isinstance(target, dict):
+            for key, value in zip(keys, values, strict=True):
+                check_key(key)
+                target[key] = value
+        elif isinstance(target, Opaque):
+            target.items += zip(keys, values, strict=True)
+        else:
+            raise MalformedError(f"keys for a {type(target).__name__}")
+
+    def append(self, target: object, values: list[object]) -> None:
+        if isinstance(target, list):
+            target += values
+        elif isinstance(target, Opaque):
+            target.items += values
+        else:
+            raise MalformedError(f"values for a {type(target).__name__}")

@@ -1,0 +1,97 @@
+"""Megatron's `torch` checkpoint: one torch-saved file per model-parallel rank.
+
+    <root>/latest_checkpointed_iteration.txt        `5`, or `release`
+    <root>/iter_0000005/mp_rank_01_002/model_optim_rng.pt        (tensor rank 1, pipeline rank 2)
+    <root>/iter_0000005/mp_rank_01_002_000/...                   (with an expert rank, where expert parallelism is used)
+
+With two numbers the second is a pipeline or an expert rank; only the contents tell which. Source: megatron/training
+checkpointing.py of Megatron-LM.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.errors import CorruptCheckpoint
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+RELEASE = "release"
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one iteration."""
+
+    directory: Path
+    iteration: int | None
+    """None for `release`."""
+    files: dict[tuple[int, ...], Path]
+    """(tensor rank[, second number[, third]]) -> model file."""
+
+
+def iteration_directory(iteration: int | None) -> str:
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def rank_directory(tp_rank: int, pp_rank: int, pp: int) -> str:
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+
+
+def find_version(path: Path) -> Path | None:
+    """The directory with the rank directories: of the tracker's iteration, or path itself, or the only one there is.
+
+    None when path is no Megatron checkpoint. Raises CorruptCheckpoint when the tracker points nowhere.
+    """
+    if not path.is_dir():
+        return None
+    tracker = path / TRACKER
+    if tracker.is_file():
+        word = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if word != RELEASE and not word.isdecimal():
+            raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
+        version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
+        if not version.is_dir():
+            raise CorruptCheckpoint(f"{tracker}: says {word}, but there is no directory {version.name} beside it")
+        return version
+    if _rank_directories(path):
+        return path
+    versions = [
+        entry
+        for entry in path.iterdir()
+        if entry.is_dir() and (entry.name == RELEASE or re.fullmatch(r"iter_\d{7,}", entry.name))
+    ]
+    return versions[0] if len(versions) == 1 else None
+
+
+def _rank_directories(version: Path) -> list[tuple[tuple[int, ...], Path]]:
+    found = []
+    for entry in version.iterdir():
+        match = _RANK.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.append((tuple(int(number) for number in match.groups() if number is not None), entry))
+    return sorted(found)
+
+
+def is_rank_files(version: Path) -> bool:
+    """Whether this iteration is in `torch` format (others may lie under the same root)."""
+    return bool(_rank_directories(version)) and not (version / "metadata.json").exists()
+
+
+def read(version: Path) -> RankFiles:
+    """List the rank files of one iteration. Raises CorruptCheckpoint when one is missing."""
+    files = {}
+    for numbers, directory in _rank_directories(version):
+        file = directory / MODEL_FILE
+        if not file.is_file():
+            raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one")
+        files[numbers] = file
+    if len({len(numbers) for numbers in files}) != 1:
+        raise CorruptCheckpoint(
+            f"{version}: rank directories of different kinds lie side by side: {', '.join(f.parent.name for f in files.values())}"
+        )
+    match = re.fullmatch(r"iter_(\d+)", version.name)
+    return RankFiles(version, int(match[1]) if match else None, files)

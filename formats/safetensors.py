@@ -1,0 +1,136 @@
+"""safetensors: eight bytes of header length (little-endian), a JSON header, then the tensors.
+
+    {"__metadata__": {"format": "pt"}, "name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
+
+Offsets count from the end of the header; tensors follow each other without a gap. Models in several files have an index
+`*.safetensors.index.json` whose `weight_map` says which file holds which tensor. Source: the safetensors README.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.output import Record
+from formats.tensor import ITEMSIZE, FileTensor, InputFile, Shape, byte_count
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library accepts."""
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def read(path: Path) -> dict[str, FileTensor]:
+    """The tensors of one file, by name. Raises CorruptCheckpoint for whatever the format forbids."""
+    file = InputFile.open(path)
+    try:
+        return _parse(file)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is not a valid safetensors file ({error})") from error
+
+
+def _parse(file: InputFile) -> dict[str, FileTensor]:
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > MAX_HEADER_BYTES or 8 + length > file.size:
+        if file.read(0, min(file.size, 20)).startswith(b"version https://git"):
+            raise ValueError("it is a Git LFS pointer; run `git lfs pull` to get the file itself")
+        raise ValueError(f"a header of {length} bytes was announced, the file has {file.size}; is it complete?")
+    header = json.loads(file.read(8, length), object_pairs_hook=_unique)
+    header.pop("__metadata__", None)
+    start = 8 + length
+    tensors = {name: _tensor(file, start, name, entry) for name, entry in header.items()}
+    spans = sorted(
+        (tensor.offset, tensor.offset + byte_count(tensor.shape, tensor.dtype)) for tensor in tensors.values()
+    )
+    for (_, end), (begin, _) in pairwise([(start, start), *spans, (file.size, file.size)]):
+        if end != begin:
+            raise ValueError(f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is cut off")
+    return tensors
+
+
+def _tensor(file: InputFile, start: int, name: str, entry: Mapping[str, Any]) -> FileTensor:
+    begin, end = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"{name}: dtype {entry['dtype']!r} is not known")
+    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+        raise ValueError(f"{name}: sizes and offsets have to be non-negative numbers")
+    if end - begin != prod(shape) * ITEMSIZE[dtype]:
+        raise ValueError(f"{name}: {list(shape)} of {entry['dtype']} doesn't fill bytes {begin} to {end}")
+    return FileTensor(file, start + begin, shape, dtype)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands in the header twice")
+    return found
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """tensor name -> file name, of an index file. File names that leave the directory raise UnsafeContent."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(
+            f"{path}: is not a valid index (expected an object with weight_map): {error}"
+        ) from error
+    for file in sorted(set(names.values())):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise UnsafeContent(f"{path}: names the file {file!r}, which is not in the same directory")
+    return names
+
+
+class SafetensorsLayout:
+    """One file, laid out; tensors lie in the order given."""
+
+    needs_checksums = False
+
+    def __init__(self, tensors: Mapping[str, tuple[Shape, str]]) -> None:
+        """tensors: name -> (shape, dtype)."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position, spans = 0, {}
+        for name, (shape, dtype) in tensors.items():
+            end = position + byte_count(shape, dtype)
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            spans[name] = (position, end)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        start = len(self._header)
+        self.size = start + position
+        self.records = {name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()}
+
+    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield 0, self._header
+
+
+def shard(tensors: Sequence[tuple[str, Shape, str]], max_shard_bytes: int) -> list[list[tuple[str, Shape, str]]]:
+    """Fill shards in order, none larger than max_shard_bytes unless a single tensor is."""
+    shards: list[list[tuple[str, Shape, str]]] = [[]]
+    filled = 0
+    for name, shape, dtype in tensors:
+        size = byte_count(shape, dtype)
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append((name, shape, dtype))
+        filled += size
+    return shards
+
+
+def index_json(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """The index of a sharded model. files: tensor name -> file name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()

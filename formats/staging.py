@@ -1,0 +1,232 @@
+"""All or nothing: an output is written beside its target and appears there by one rename, after everything is on disk.
+
+.ckpt.megaconv-partial/          beside the target `ckpt`
+    journal.jsonl                what has been finished, for a run that is resumed
+    data/                        becomes `ckpt`
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from formats.errors import CheckpointError, NotEnoughSpace, TargetExists
+from formats.tensor import Bytes
+
+_SUFFIX = ".megaconv-partial"
+_AT_FDCWD, _RENAME_EXCHANGE, _SYNC_FILE_RANGE_WRITE = -100, 2, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux alone has these two
+_renameat2 = getattr(_libc, "renameat2", None)
+
+
+def _explain(error: OSError, path: Path) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NotEnoughSpace(
+            f"{path}: the disk is full; free some space or choose another place, nothing was left behind"
+        )
+    return CheckpointError(f"{path}: can't be written: {error.strerror}")
+
+
+class StagedFile:
+    """An output file of known size, written by position from any thread."""
+
+    def __init__(self, path: Path, size: int, *, keep: bool) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if keep else os.O_TRUNC), 0o666)
+            self._allocate(size)
+        except OSError as error:
+            raise _explain(error, path) from error
+
+    def _allocate(self, size: int) -> None:
+        if not size:
+            return
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, 0, size)
+                return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        os.ftruncate(self._descriptor, size)
+
+    def write(self, offset: int, data: Bytes | bytes) -> None:
+        """Write contiguous bytes at their place and start them on their way to the disk."""
+        view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
+        start, length = offset, len(view)
+        try:
+            while view:
+                count = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise _explain(error, self.path) from error
+        if _sync_file_range is not None and length >= 1 << 16:
+            # Only a hint: with the disk busy from the first block on, the final fsync has little left to wait for.
+            _sync_file_range(self._descriptor, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _explain(error, self.path) from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Staging:
+    """The directory in which an output grows. One process at a time: a second one on the same target is refused."""
+
+    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        """Raises TargetExists when something other than an empty directory is there and overwrite is not given."""
+        self.target = Path(os.path.realpath(target))
+        if not overwrite and _occupied(self.target):
+            raise TargetExists(f"{target}: already exists; choose another place, or give --overwrite to replace it")
+        self.root = self.target.parent / f".{self.target.name}{_SUFFIX}"
+        self.data = self.root / "data"
+        self._files: list[StagedFile] = []
+        self._lock: int | None = None
+        self._journal: BinaryIO | None = None
+
+    def open(self, plan_id: str, *, resume: bool) -> list[dict[str, Any]]:
+        """Make the directory, or take over what an interrupted run of the same plan left; returns its journal's entries.
+
+        plan_id: whatever has to be equal for the finished parts of an earlier run to be of use.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.root, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            raise TargetExists(f"{self.target}: another run is writing it just now") from None
+        except OSError as error:
+            raise _explain(error, self.root) from error
+        path = self.root / "journal.jsonl"
+        entries = list(_read_journal(path)) if resume else []
+        if not entries or entries[0].get("plan") != plan_id:
+            entries = []
+            for old in self.root.iterdir():
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        self.data.mkdir(exist_ok=True)
+        self._journal = path.open("ab")
+        if not entries:
+            self.record([{"plan": plan_id}])
+        return entries[1:]
+
+    def file(self, name: str, size: int, *, keep: bool = False) -> StagedFile:
+        """A new file of the output; keep: what an earlier run wrote in it stays."""
+        staged = StagedFile(self.data / name, size, keep=keep)
+        self._files.append(staged)
+        return staged
+
+    def record(self, entries: list[dict[str, Any]]) -> None:
+        """Append to the journal. What an entry vouches for has to be on disk before."""
+        assert self._journal is not None
+        try:
+            self._journal.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
+        except OSError as error:
+            raise _explain(error, self.root) from error
+
+    def commit(self) -> None:
+        """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched."""
+        for file in self._files:
+            file.sync()
+            file.close()
+        self._files.clear()
+        for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
+            _sync_directory(directory)
+        _sync_directory(self.data)
+        try:
+            self._appear()
+        except OSError as error:
+            raise _explain(error, self.target) from error
+        _sync_directory(self.target.parent)
+        self.discard()
+
+    def _appear(self) -> None:
+        if not self.target.exists():
+            self.data.rename(self.target)
+        elif not _occupied(self.target):
+            self.target.rmdir()
+            self.data.rename(self.target)
+        elif not _exchange(self.data, self.target):
+            aside = self.target.with_name(f".{self.target.name}.megaconv-replaced")
+            self.target.rename(aside)
+            try:
+                self.data.rename(self.target)
+            except OSError:
+                aside.rename(self.target)
+                raise
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+
+    def discard(self) -> None:
+        """Remove the staging directory and all that is in it."""
+        self._close()
+        shutil.rmtree(self.root, ignore_errors=True)
+        self._release()
+
+    def keep(self) -> None:
+        """Leave the staging directory for a run that resumes."""
+        self._close()
+        self._release()
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def require_space(self, size: int) -> None:
+        """Raises NotEnoughSpace when the file system has less than size bytes free."""
+        place = next(parent for parent in self.target.parents if parent.exists())
+        free = shutil.disk_usage(place).free
+        if free < size:
+            raise NotEnoughSpace(
+                f"{self.target}: {size:,} bytes are needed, {place} has {free:,} free; choose another place"
+            )
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two names in one step; False where system or file system can't."""
+    if _renameat2 is None:
+        return False
+    return not _renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE)
+
+
+def _occupied(target: Path) -> bool:
+    return any(target.iterdir()) if target.is_dir() else target.exists()
+
+
+def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return  # the line that the interrupted run was writing
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

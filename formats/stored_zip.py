@@ -1,0 +1,152 @@
+"""Zip archives whose members are stored, not compressed: each is a range of the file. The container of torch files.
+
+    per member:  local header (30 bytes) · name · extra fields · payload
+    at the end:  one directory entry per member (46 bytes · name · extra fields) · end of directory
+
+Reading trusts nothing: the directory and the local headers must agree. Writing puts each payload where torch would, at
+a multiple of 64; the padding is an extra field, as in torch. What 32 bits can't hold stands in zip64 extra fields.
+Format: PKWARE's APPNOTE.TXT 6.3, sections 4.3 to 4.5.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from stat import S_ISLNK
+from typing import NamedTuple
+from zipfile import BadZipFile, ZipFile, ZipInfo
+
+from formats.errors import CorruptCheckpoint
+from formats.tensor import InputFile
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+
+ALIGNMENT = 64
+_FULL = 0xFFFFFFFF
+"""In a 32-bit field: the number stands in the zip64 extra field. torch uses it from this number on."""
+_UTF8 = 0x800
+_DESCRIPTOR_FOLLOWS = 0x8
+_ENCRYPTED = 0x1 | 0x40 | 0x2000
+_MIDNIGHT_1980 = 0, 0x21
+
+
+class Member(NamedTuple):
+    """offset: of the payload."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def read_directory(file: InputFile) -> dict[str, Member]:
+    """The members of an archive by name, folders left out.
+
+    Raises CorruptCheckpoint for what no writer of checkpoints makes: compression, encryption, names that occur twice or
+    lead out of the archive, members that overlap, a directory that contradicts the local headers.
+    """
+    try:
+        with ZipFile(file.path) as archive:
+            infos, end = archive.infolist(), archive.start_dir
+    except (BadZipFile, NotImplementedError, EOFError, OSError, OverflowError, ValueError, struct.error) as error:
+        raise CorruptCheckpoint(
+            f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again"
+        ) from error
+    members: dict[str, Member] = {}
+    for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):
+        member = _locate(file, info)
+        if member.offset + member.nbytes > end:
+            raise CorruptCheckpoint(f"{file.path}: the record {info.orig_filename!r} overlaps another; copy it again")
+        if info.orig_filename in members:
+            raise CorruptCheckpoint(f"{file.path}: has two records called {info.orig_filename!r}; it was tampered with")
+        members[info.orig_filename] = member
+        end = info.header_offset
+    return {name: member for name, member in reversed(members.items()) if not name.endswith("/")}
+
+
+def _locate(file: InputFile, info: ZipInfo) -> Member:
+    """A member whose two descriptions agree."""
+    name, what = info.orig_filename, f"{file.path}: the record {info.orig_filename!r}"
+    parts = name.removesuffix("/").split("/")
+    drive = len(parts[0]) == 2 and parts[0].endswith(":")
+    if drive or {"", ".", ".."} & set(parts) or set("\\\0") & set(name) or S_ISLNK(info.external_attr >> 16):
+        raise CorruptCheckpoint(f"{what} leads out of the archive; it was tampered with")
+    if info.flag_bits & _ENCRYPTED:
+        raise CorruptCheckpoint(f"{what} is encrypted; decrypt the file first")
+    if info.compress_type or info.file_size != info.compress_size:
+        raise CorruptCheckpoint(f"{what} is compressed; use torch.save on a state_dict(), or `zip -0 -r`")
+    raw_name = name.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
+    header = file.read(info.header_offset, _LOCAL.size + len(raw_name))
+    signature, _, flags, method, _, _, crc, packed, unpacked, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+    described = flags & _DESCRIPTOR_FOLLOWS or (crc == info.CRC and {packed, unpacked} <= {info.file_size, _FULL})
+    same_name = name_bytes == len(raw_name) and header[_LOCAL.size :] == raw_name
+    if signature != b"PK\3\4" or not same_name or not described or method or flags & _ENCRYPTED:
+        raise CorruptCheckpoint(f"{what} is described in two ways that differ; copy or save the file again")
+    return Member(info.header_offset + _LOCAL.size + name_bytes + extra_bytes, info.file_size, info.CRC)
+
+
+@dataclass(frozen=True)
+class PlannedMember:
+    """Where a member will lie. The header's room includes the padding: payloads and headers leave no gaps."""
+
+    name: str
+    header: int
+    payload: int
+    nbytes: int
+
+
+def place(members: Iterable[tuple[str, int]]) -> Iterator[PlannedMember]:
+    """Places for members of the given (name, size), one after another, where torch places them.
+
+    torch may compute offsets instead of reading them (for fake tensors, say), and counts a descriptor of 16 or 24 bytes
+    after each payload. There is none here, since headers hold the checksums; its room pads the next header.
+    """
+    header = expected = 0
+    for name, nbytes in members:
+        room = _LOCAL.size + len(name.encode()) + 4
+        if max(expected, nbytes) >= _FULL:
+            room += 4 + 16 * (nbytes >= _FULL) + 8 * (expected >= _FULL)
+        payload = -(-(expected + room) // ALIGNMENT) * ALIGNMENT
+        yield PlannedMember(name, header, payload, nbytes)
+        header = payload + nbytes
+        descriptor = 24 if max(expected, nbytes) >= _FULL else 16
+        expected = header + descriptor * (nbytes > 0)
+
+
+def local_header(member: PlannedMember, crc: int) -> bytes:
+    """Everything from member.header to member.payload."""
+    name = member.name.encode()
+    large = member.nbytes >= _FULL
+    extra = _zip64(member.nbytes, member.nbytes) if large else b""
+    padding = member.payload - member.header - _LOCAL.size - len(name) - len(extra)
+    extra += struct.pack("<2sH", b"FB", padding - 4).ljust(padding, b"Z")
+    size = min(member.nbytes, _FULL)
+    fields = 45 if large else 20, _UTF8, 0, *_MIDNIGHT_1980, crc, size, size, len(name), len(extra)
+    return _LOCAL.pack(b"PK\3\4", *fields) + name + extra
+
+
+def directory(members: Iterable[tuple[PlannedMember, int]], start: int) -> bytes:
+    """Entries for (member, crc) and the end of the archive, to lie at start. As long for one crc as for any other."""
+    entries = [_entry(member, crc) for member, crc in members]
+    count, size = len(entries), sum(map(len, entries))
+    end = b""
+    if count >= 0xFFFF or max(size, start) >= _FULL:
+        end = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
+        end += _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
+    count, size, start = min(count, 0xFFFF), min(size, _FULL), min(start, _FULL)
+    return b"".join(entries) + end + _END.pack(b"PK\5\6", 0, 0, count, count, size, start, 0)
+
+
+def _entry(member: PlannedMember, crc: int) -> bytes:
+    name = member.name.encode()
+    extra = _zip64(*(number for number in (member.nbytes, member.nbytes, member.header) if number >= _FULL))
+    size, header = min(member.nbytes, _FULL), min(member.header, _FULL)
+    version = 45 if extra else 20
+    fields = version, version, _UTF8, 0, *_MIDNIGHT_1980, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header
+    return _ENTRY.pack(b"PK\1\2", *fields) + name + extra
+
+
+def _zip64(*numbers: int) -> bytes:
+    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""

@@ -1,0 +1,228 @@
+"""Lazy tensors: a shape, a dtype, and a way to read any rectangle of it into a buffer that the caller owns.
+
+Every tensor is seen as a matrix of elements: one of shape [a, b, c] has a*b rows and c columns, a vector [n] has n rows
+and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying rectangles, and needs bytes alone:
+dtypes are names (torch's), and buffers are arrays of bytes.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CorruptCheckpoint
+
+Bytes = NDArray[np.uint8]
+Shape = tuple[int, ...]
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+"""Bytes per element by dtype name."""
+
+
+class Box(NamedTuple):
+    """A rectangle of a matrix, half open: rows row0..row1, columns col0..col1."""
+
+    row0: int
+    row1: int
+    col0: int
+    col1: int
+
+    @property
+    def rows(self) -> int:
+        return self.row1 - self.row0
+
+    @property
+    def cols(self) -> int:
+        return self.col1 - self.col0
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """(rows, columns) of a tensor seen as a matrix: the last axis is the columns, a vector is one column."""
+    if len(shape) == 1:
+        return shape[0], 1
+    return prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def byte_count(shape: Shape, dtype: str) -> int:
+    return prod(shape) * ITEMSIZE[dtype]
+
+
+class LazyTensor(Protocol):
+    """What a loader hands over: nothing is read until somebody asks for a rectangle."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        """Fill out [box.rows, box.cols * itemsize] (bytes; rows may be strided, each row is contiguous).
+
+        Raises CorruptCheckpoint when the file no longer holds what it promised.
+        """
+        ...
+
+
+def row_blocks(shape: Shape, dtype: str, block_bytes: int) -> Iterator[Box]:
+    """Boxes of at most block_bytes (and at least one element) that cover a tensor in row-major order, front to back."""
+    rows, cols = matrix_shape(shape)
+    if not rows or not cols:
+        return
+    block_elements = max(1, block_bytes // ITEMSIZE[dtype])
+    if cols <= block_elements:
+        step = block_elements // cols
+        for row in range(0, rows, step):
+            yield Box(row, min(row + step, rows), 0, cols)
+    else:
+        for row in range(rows):
+            for col in range(0, cols, block_elements):
+                yield Box(row, row + 1, col, min(col + block_elements, cols))
+
+
+@dataclass
+class InputFile:
+    """A file that is only ever read, by position, from any thread. Opened at the first read."""
+
+    path: Path
+    size: int
+    _descriptor: int | None = field(default=None, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> "InputFile":
+        """Raises CorruptCheckpoint when there is no such regular file."""
+        if not path.is_file():
+            raise CorruptCheckpoint(f"{path}: no such file")
+        return cls(path, path.stat().st_size)
+
+    def _open(self) -> int:
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptor
+
+    def read_into(self, offset: int, out: Bytes) -> None:
+        """Fill a contiguous buffer with the bytes from offset on."""
+        view = out.data.cast("B")
+        try:
+            descriptor = self._descriptor if self._descriptor is not None else self._open()
+            while view:
+                count = os.preadv(descriptor, [view], offset)
+                if not count:
+                    raise CorruptCheckpoint(
+                        f"{self.path}: ends at byte {offset}, before its last tensor; was it changed while it was read?"
+                    )
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise CorruptCheckpoint(f"{self.path}: can't be read: {error.strerror}") from error
+
+    def read(self, offset: int, count: int) -> bytes:
+        """count bytes from offset on. Raises CorruptCheckpoint when the file is shorter."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise CorruptCheckpoint(
+                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}"
+            )
+        out = np.empty(count, np.uint8)
+        self.read_into(offset, out)
+        return out.tobytes()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A contiguous tensor somewhere in a file."""
+
+    file: InputFile
+    offset: int
+    shape: Shape
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if (
+            self.offset < 0
+            or min(self.shape, default=0) < 0
+            or self.offset + byte_count(self.shape, self.dtype) > self.file.size
+        ):
+            raise CorruptCheckpoint(
+                f"{self.file.path}: a tensor {list(self.shape)} of {self.dtype} at byte {self.offset} "
+                f"reaches past the end of the file ({self.file.size} bytes); is the file complete?"
+            )
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        _, cols = matrix_shape(self.shape)
+        start = self.offset + (box.row0 * cols + box.col0) * itemsize
+        if box.cols == cols or box.rows == 1:
+            if out.flags.c_contiguous:
+                self.file.read_into(start, out)
+                return
+            whole = np.empty(out.shape, np.uint8)
+            self.file.read_into(start, whole)
+            np.copyto(out, whole)
+            return
+        for row in range(box.rows):
+            self.file.read_into(start + row * cols * itemsize, out[row])
+
+
+@dataclass(frozen=True)
+class StridedTensor:
+    """A tensor whose elements don't lie one after another (a transposed view that was saved, say).
+
+    Read through a memory map, so that a scattered row costs no buffer as large as the tensor.
+    """
+
+    file: InputFile
+    offset: int
+    shape: Shape
+    dtype: str
+    strides: Shape
+    """In elements, one per axis."""
+
+    def __post_init__(self) -> None:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if min(self.strides) < 0 or self.offset + extent * ITEMSIZE[self.dtype] > self.file.size:
+            raise CorruptCheckpoint(
+                f"{self.file.path}: a strided tensor {list(self.shape)} reaches past the end of the file"
+            )
+        if len({index for index, size in enumerate(self.shape) if size > 1 and self.strides[index] == 0}):
+            raise CorruptCheckpoint(
+                f"{self.file.path}: an expanded tensor {list(self.shape)} (stride 0); save it with .contiguous()"
+            )
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        flat = np.memmap(self.file.path, np.uint8, "r", self.offset, (extent * itemsize,))
+        view = np.lib.stride_tricks.as_strided(
+            flat, (*self.shape, itemsize), (*(stride * itemsize for stride in self.strides), 1), writeable=False
+        )
+        for row in range(box.rows):
+            index = np.unravel_index(box.row0 + row, self.shape if len(self.shape) == 1 else self.shape[:-1])
+            line = view[index] if len(self.shape) > 1 else view[index][None]
+            out[row] = line[box.col0 : box.col1].reshape(-1)
+
+
+def read_tensor(tensor: LazyTensor) -> Bytes:
+    """The whole tensor as bytes [rows, cols * itemsize]; for small tensors and tests."""
+    rows, cols = matrix_shape(tensor.shape)
+    out = np.empty((rows, cols * ITEMSIZE[tensor.dtype]), np.uint8)
+    if out.size:
+        tensor.read_into(Box(0, rows, 0, cols), out)
+    return out

@@ -1,0 +1,143 @@
+"""torch.save files: a stored zip archive of one pickle and of the storages that it refers to.
+
+    <root>/data.pkl                 the object (protocol 2)
+    <root>/.format_version          "1"
+    <root>/.storage_alignment       "64"
+    <root>/byteorder                "little"
+    <root>/data/0, 1, 2 …           storages
+    <root>/version                  "3\\n"
+    <root>/.data/serialization_id   40 digits
+
+Records, names and their order: torch 2.13, torch/serialization.py and caffe2/serialize/inline_container.cc.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from isal.isal_zlib import crc32
+
+from formats import pickle_guard, torch_legacy
+from formats.errors import CorruptCheckpoint
+from formats.output import Record
+from formats.pickle_machine import LIMIT_BYTES
+from formats.pickle_writer import Placeholder, dumps
+from formats.stored_zip import Member, PlannedMember, directory, local_header, place, read_directory
+from formats.tensor import InputFile, byte_count
+from formats.torch_storage import Storage, StorageId, lazy_tensor
+
+__all__ = ["Placeholder", "TorchZipLayout", "plan", "read"]
+
+
+def read(path: Path) -> object:
+    """What torch.load would return, without running anything: tensors are lazy, other objects as in pickle_guard.load.
+
+    The file is open again when the first tensor is read. Raises CorruptCheckpoint, and UnsafeContent for a file that
+    asks to run code.
+    """
+    file = InputFile.open(path)
+    try:
+        return _read(file)
+    finally:
+        file.close()
+
+
+def _read(file: InputFile) -> object:
+    start = file.read(0, min(file.size, 64))
+    if start.startswith(b"PK\3\4"):
+        return _read_zip(file)
+    if start.startswith(torch_legacy.MAGIC):
+        return torch_legacy.read(file)
+    if start.startswith(b"version https://git-lfs"):
+        raise CorruptCheckpoint(f"{file.path}: is a Git LFS pointer, not the file itself; run `git lfs pull`")
+    what = f"neither a torch zip file nor one of torch before 1.6 ({file.size} bytes)"
+    raise CorruptCheckpoint(f"{file.path}: is {what}; copy it again if it should be one")
+
+
+def _read_zip(file: InputFile) -> object:
+    records = read_directory(file)
+    root = _root(file, records)
+    if f"{root}/byteorder" in records and _content(file, records[f"{root}/byteorder"]) != b"little":
+        raise CorruptCheckpoint(f"{file.path}: was written on a big-endian machine; load and save it on another one")
+
+    def storage(identity: object) -> Storage:
+        part = StorageId.parse(identity, str(file.path))
+        record = records.get(f"{root}/data/{part.name}")
+        if record is None or (part.nbytes or 0) > record.nbytes:
+            found = f"has {record.nbytes} bytes" if record else "is missing"
+            what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
+            raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
+        return Storage(file, record.offset, record.nbytes if part.nbytes is None else part.nbytes, part.dtype)
+
+    content = _content(file, records[f"{root}/data.pkl"])
+    return pickle_guard.load(content, storage, source=str(file.path), tensor=lazy_tensor)
+
+
+def _root(file: InputFile, records: Mapping[str, Member]) -> str:
+    """The one folder that holds everything."""
+    roots = {name.partition("/")[0] for name in records}
+    if len(roots) == 1 and f"{(root := roots.pop())}/data.pkl" in records:
+        return root
+    raise CorruptCheckpoint(f"{file.path}: is a zip file, but not one of torch.save (no single folder with a data.pkl)")
+
+
+def _content(file: InputFile, record: Member) -> bytes:
+    """torch writes zeros for checksums when told not to compute them."""
+    if record.nbytes > LIMIT_BYTES:
+        raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {LIMIT_BYTES}")
+    content = file.read(record.offset, record.nbytes)
+    if record.crc and crc32(content) != record.crc:
+        raise CorruptCheckpoint(f"{file.path}: the checksum of the record at {record.offset} is wrong; copy it again")
+    return content
+
+
+@dataclass(frozen=True)
+class TorchZipLayout:
+    """A torch file without the bytes of its tensors (a formats.output.FileLayout)."""
+
+    size: int
+    records: Mapping[str, Record]
+    members: tuple[PlannedMember, ...] = field(repr=False)
+    """In file order."""
+    contents: Mapping[str, bytes] = field(repr=False)
+    """Of members that are no tensors, by member name."""
+    keys: Mapping[str, str] = field(repr=False)
+    """Of tensors, by member name."""
+    needs_checksums: bool = True
+
+    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of everything that is not a tensor. checksums: CRC-32 of each record, by key."""
+        crcs = {name: crc32(content) for name, content in self.contents.items()}
+        crcs |= {name: checksums[key] for name, key in self.keys.items()}
+        for member in self.members:
+            yield member.header, local_header(member, crcs[member.name]) + self.contents.get(member.name, b"")
+        start = _end(self.members)
+        yield start, directory(((member, crcs[member.name]) for member in self.members), start)
+
+
+def plan(value: object, root: str) -> TorchZipLayout:
+    """Lay out a torch file that holds value, whose tensors are Placeholders; `dumps` says what else it may contain.
+
+    root: the folder inside the archive; torch uses the file's name without its ending, and accepts any.
+    torch.load(weights_only=True) reads the file, with argparse.Namespace allowed if value contains one.
+    """
+    if not root or set("/\\:\0") & set(root) or root in (".", ".."):
+        raise ValueError(f"can't call the folder inside a torch file {root!r}")
+    pickle, storages = dumps(value)
+    identity = int(sha256(pickle).hexdigest(), 16) % 10**40
+    before = {"data.pkl": pickle, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
+    after = {"version": b"3\n", ".data/serialization_id": b"%040d" % identity}
+    tensors = {f"{root}/data/{name}": tensor for name, tensor in storages.items()}
+    contents = {f"{root}/{name}": content for name, content in (before | after).items()}
+    sizes = {f"{root}/{name}": len(content) for name, content in before.items()}
+    sizes |= {name: byte_count(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    sizes |= {f"{root}/{name}": len(content) for name, content in after.items()}
+    members = tuple(place(sizes.items()))
+    records = {tensors[m.name].key: Record(m.payload, m.nbytes) for m in members if m.name in tensors}
+    size = _end(members) + len(directory(((member, 0) for member in members), _end(members)))
+    return TorchZipLayout(size, records, members, contents, {name: tensor.key for name, tensor in tensors.items()})
+
+
+def _end(members: tuple[PlannedMember, ...]) -> int:
+    return members[-1].payload + members[-1].nbytes

@@ -1,0 +1,35 @@
+"""megaconv: converts LLM checkpoints between Hugging Face and Megatron at any parallel layout.
+
+import megaconv
+
+megaconv.convert("Llama-2-7b", "ckpt", saver="core", tp=2, pp=2)
+megaconv.open("ckpt").load("layers.0.attn.q.weight")
+megaconv.diff("Llama-2-7b", "ckpt").same
+megaconv.fingerprint("ckpt").weights
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaconv._version import __version__
+    from megaconv.api import convert, diff, fingerprint, inspect
+    from megaconv.checkpoint import open_checkpoint as open  # noqa: A004
+
+__all__ = ["__version__", "convert", "diff", "fingerprint", "inspect", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use: the command line has to start before numpy could be imported.
+    if name == "__version__":
+        from megaconv._version import __version__
+
+        return __version__
+    if name == "open":
+        from megaconv.checkpoint import open_checkpoint
+
+        return open_checkpoint
+    if name in __all__:
+        from megaconv import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'megaconv' has no attribute {name!r}")

@@ -1,0 +1,53 @@
+"""The Python interface: the same work as the commands, with plain arguments."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megaconv.comparison import Diff, diff_sources
+from megaconv.conversion import ConvertOptions, Report, open_source
+from megaconv.conversion import convert as run_conversion
+from megaconv.conversion import fingerprint as fingerprint
+from megaconv.inspection import inspect as inspect
+from megaconv.layout import LayerSplit
+from megaconv.options import LoadOptions, SaveOptions
+
+
+def convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    *,
+    saver: str,
+    loader: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    layer_split: tuple[int, ...] | None = None,
+    config: str | Path | None = None,
+    true_vocab_size: int | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    max_memory: int = 256 << 20,
+    workers: int = 0,
+    **save_options: Any,
+) -> Report:
+    """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
+
+    Sizes left out stay as the source has them. save_options: further fields of SaveOptions, such as
+    transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
+    """
+    split = LayerSplit(layers=layer_split)
+    options = ConvertOptions(
+        loader=loader,
+        load=LoadOptions(Path(config) if config else None, true_vocab_size),
+        save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, **save_options),
+        dtype=dtype, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+    )  # fmt: skip
+    return run_conversion(load_dir, save_dir, saver, options)
+
+
+def diff(a: str | Path, b: str | Path) -> Diff:
+    """Compare two checkpoints of any kinds."""
+    return diff_sources(open_source(a)[1], open_source(b)[1], min(4, os.cpu_count() or 1))

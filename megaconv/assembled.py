@@ -1,0 +1,148 @@
+"""A canonical tensor put together from rectangles of native ones: what a loader streams."""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from megaconv.errors import TensorMismatch
+from megaconv.ir import Key
+from megaconv.table import NativeTensor, Region
+
+_log = logging.getLogger("megaconv")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A second copy of the whole tensor, or of the part that `source` holds, which has to equal the first."""
+
+    part: "Part"
+    description: str
+    strict: bool
+    """Whether a difference is an error; otherwise it is reported and the first copy wins."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rectangle: where it lies in the canonical tensor, and which native tensor holds it from which row on."""
+
+    region: Region
+    source: LazyTensor
+
+    def read_into(self, wanted: Box, out: Bytes) -> None:
+        """wanted: inside this part's box."""
+        box = self.region.box
+        row, col = self.region.row + wanted.row0 - box.row0, wanted.col0 - box.col0
+        self.source.read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """parts cover the tensor without overlap; they are kept in row-major order of their first elements."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    parts: Sequence[Part]
+    copies: Sequence[Copy] = ()
+    _starts: list[int] = field(default_factory=list, repr=False)
+    _reported: set[str] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "parts", sorted(self.parts, key=lambda part: (part.region.box.row0, part.region.box.col0))
+        )
+        self._starts.extend(part.region.box.row0 for part in self.parts)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        for part in self._overlapping(box):
+            wanted = overlap(part.region.box, box)
+            if wanted is not None:
+                part.read_into(wanted, window(out, box, wanted, itemsize))
+        for copy in self.copies:
+            wanted = overlap(copy.part.region.box, box)
+            if wanted is not None:
+                self._compare(copy, wanted, window(out, box, wanted, itemsize))
+
+    def _overlapping(self, box: Box) -> Sequence[Part]:
+        # Parts of one row range may be several (column shards), so step back to the first that starts at or before box.
+        first = max(0, bisect_right(self._starts, box.row0) - 1)
+        while first and self.parts[first - 1].region.box.row1 > box.row0:
+            first -= 1
+        return self.parts[first : bisect_right(self._starts, box.row1 - 1)]
+
+    def _compare(self, copy: Copy, wanted: Box, expected: Bytes) -> None:
+        found = np.empty(expected.shape, np.uint8)
+        copy.part.read_into(wanted, found)
+        if not np.array_equal(found, expected):
+            if copy.strict:
+                raise TensorMismatch(
+                    f"{self.name}: {copy.description} has other values; the checkpoint contradicts itself"
+                )
+            if copy.description not in self._reported:
+                self._reported.add(copy.description)
+                _log.warning("%s: %s has other values; they are ignored", self.name, copy.description)
+
+
+def overlap(left: Box, right: Box) -> Box | None:
+    """The rectangle that two have in common."""
+    row0, row1 = max(left.row0, right.row0), min(left.row1, right.row1)
+    col0, col1 = max(left.col0, right.col0), min(left.col1, right.col1)
+    return Box(row0, row1, col0, col1) if row0 < row1 and col0 < col1 else None
+
+
+def window(buffer: Bytes, box: Box, wanted: Box, itemsize: int) -> Bytes:
+    """The part of a buffer that holds `box` in which `wanted` lies."""
+    cols = slice((wanted.col0 - box.col0) * itemsize, (wanted.col1 - box.col0) * itemsize)
+    return buffer[wanted.row0 - box.row0 : wanted.row1 - box.row0, cols]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A native tensor's place in the model, and the tensor that a checkpoint has there."""
+
+    native: NativeTensor
+    tensor: LazyTensor
+    where: str
+    """For messages: the file."""
+
+
+def assemble(shapes: Mapping[str, Shape], placed: Iterable[Placed], *, strict: bool) -> dict[Key, LazyTensor]:
+    """Every canonical tensor from the native tensors of a whole checkpoint, in the order of `shapes`.
+
+    Replicas on other ranks and second copies of tied embeddings are compared while the tensor is read: a difference is
+    an error when strict, and reported otherwise. Raises TensorMismatch for native tensors of an unexpected shape.
+    """
+    parts: dict[str, list[Part]] = {}
+    copies: dict[str, list[Copy]] = {}
+    dtypes: dict[str, str] = {}
+    for item in placed:
+        check_shape(item)
+        again = item.native.tied_copy or (item.native.replicated and any(name in parts for name in item.native.parts))
+        for name, regions in item.native.parts.items():
+            found = [Part(region, item.tensor) for region in regions]
+            if again:
+                copies.setdefault(name, []).extend(
+                    Copy(part, f"the copy {item.native.name} in {item.where}", strict) for part in found
+                )
+                continue
+            parts.setdefault(name, []).extend(found)
+            if dtypes.setdefault(name, item.tensor.dtype) != item.tensor.dtype:
+                raise TensorMismatch(
+                    f"{item.where}: {item.native.name} is {item.tensor.dtype}, other ranks have {dtypes[name]}"
+                )
+    return {
+        Key(name): Assembled(name, shape, dtypes[name], parts[name], copies.get(name, ()))
+        for name, shape in shapes.items()
+    }
+
+
+def check_shape(item: Placed) -> None:
+    if tuple(item.tensor.shape) != item.native.shape:
+        raise TensorMismatch(
+            f"{item.where}: {item.native.name} is {list(item.tensor.shape)}, expected {list(item.native.shape)} by the configuration"
+        )

@@ -1,0 +1,48 @@
+"""A checkpoint of any kind, opened for looking into: `megaconv.open(path)`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from formats.tensor import LazyTensor, read_tensor
+from megaconv.config import ModelConfig
+from megaconv.conversion import open_source
+from megaconv.ir import WEIGHT, Header
+from megaconv.layout import Layout
+from megaconv.options import LoadOptions
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Metadata, and lazy tensors by canonical name (`layers.0.attn.q.weight`)."""
+
+    header: Header
+    tensors: Mapping[str, LazyTensor]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.header.config
+
+    @property
+    def layout(self) -> Layout | None:
+        """None where the checkpoint isn't sharded."""
+        return self.header.layout
+
+    def load(self, name: str) -> "torch.Tensor":
+        """One tensor, whole, in memory. Raises KeyError for a name that the model hasn't."""
+        import torch
+
+        tensor = self.tensors[name]
+        values: Any = torch.from_numpy(read_tensor(tensor).reshape(-1)).view(getattr(torch, tensor.dtype))
+        loaded: torch.Tensor = values.reshape(tensor.shape)
+        return loaded
+
+
+def open_checkpoint(path: str | Path, options: LoadOptions | None = None) -> Checkpoint:
+    """Open a directory or a Hub id; reads metadata only. Raises CheckpointError."""
+    _, source = open_source(path, None, options)
+    return Checkpoint(source.header, {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT})

@@ -1,0 +1,296 @@
+"""The command line. Work is imported inside each command, so that --help answers at once."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megaconv import command_options as opt
+from megaconv.errors import CheckpointError
+
+app = typer.Typer(
+    name="megaconv",
+    help="Convert LLM checkpoints between Hugging Face and Megatron at any parallel layout: streaming, bit-exact, without a GPU.",
+    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Hugging Face directory with what the source can't say: config.json, tokenizer."),
+]
+TrueVocab = Annotated[
+    int | None,
+    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't tell."),
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from megaconv._version import __version__
+
+        typer.echo(f"megaconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=opt.CONVERT_EXAMPLES)
+def convert(
+    load_dir: opt.LoadDir,
+    save_dir: opt.SaveDir,
+    saver: opt.Saver,
+    loader: opt.Loader = None,
+    tp: opt.Tp = None,
+    pp: opt.Pp = None,
+    vpp: opt.Vpp = None,
+    ep: opt.Ep = None,
+    etp: opt.Etp = None,
+    layer_split: opt.Split = None,
+    first_layers: opt.FirstLayers = None,
+    last_layers: opt.LastLayers = None,
+    account_for_embedding: opt.AccountEmbedding = False,
+    account_for_loss: opt.AccountLoss = False,
+    layout_string: opt.LayoutString = None,
+    ckpt_format: opt.CkptFormat = "torch",
+    transformer_impl: opt.TransformerImpl = "transformer_engine",
+    config: Config = None,
+    dtype: opt.Dtype = None,
+    bf16: opt.Bf16 = False,
+    fp16: opt.Fp16 = False,
+    vocab_divisor: opt.VocabDivisor = None,
+    vocab_padding: opt.VocabPadding = "repeat",
+    true_vocab_size: TrueVocab = None,
+    max_shard_size: opt.MaxShardSize = "5GB",
+    release: opt.Release = False,
+    allow_lossy: opt.AllowLossy = None,
+    max_memory: opt.MaxMemory = "256MiB",
+    workers: opt.Workers = 0,
+    verify: opt.Verify = False,
+    dry_run: opt.DryRun = False,
+    resume: opt.Resume = False,
+    overwrite: opt.Overwrite = False,
+    as_json: Json = False,
+    model_type: opt.ModelType = None,
+    checkpoint_type: opt.CheckpointType = None,
+    ignored: opt.Ignored = None,
+    ignored_flags: opt.IgnoredFlag = False,
+) -> None:
+    """Convert a checkpoint into another format, naming or parallel layout.
+
+    The output appears at --save-dir complete or not at all. Sizes that are left out stay as the source has them.
+    """
+    opt.check_model_type(model_type, checkpoint_type)
+    from megaconv.conversion import ConvertOptions
+    from megaconv.layout import LayerSplit
+    from megaconv.options import LoadOptions, SaveOptions
+
+    split = LayerSplit(
+        opt.numbers(layer_split), first_layers, last_layers, account_for_embedding, account_for_loss, layout_string
+    )
+    save = SaveOptions(
+        tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl, vocab_divisor=vocab_divisor,
+        vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format,
+        allow_lossy=tuple(allow_lossy or ()),
+    )  # fmt: skip
+    options = ConvertOptions(
+        loader=loader, load=LoadOptions(config, true_vocab_size), save=save, dtype=opt.one_dtype(dtype, bf16, fp16),
+        max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+    )  # fmt: skip
+    if dry_run:
+        _dry_run(load_dir, save_dir, saver, options, as_json)
+    else:
+        _convert(load_dir, save_dir, saver, options, as_json)
+
+
+def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
+    from megaconv.conversion import convert as run
+    from megaconv.inspection import readable
+    from megaconv.progress import Progress
+
+    with Progress("converting", lambda: _size(load_dir, options.load)) as progress:
+        report = run(load_dir, save_dir, saver, options, progress.advance)
+    if as_json:
+        _print_json(report.to_json())
+        return
+    assert report.fingerprint is not None
+    speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
+    written = f"{readable(report.nbytes)} in {len(report.files)} files"
+    print(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
+    if report.header.has_optimizer:
+        print("optimizer state was left out: only weights are converted", file=sys.stderr)
+    print(f"fingerprint {report.fingerprint.weights}" + (" (verified)" if report.verified else ""))
+
+
+def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
+    from megaconv.conversion import prepare
+    from megaconv.inspection import readable
+
+    _, report = prepare(load_dir, save_dir, saver, options)
+    if as_json:
+        _print_json(report.to_json())
+        return
+    for name, size in report.files.items():
+        print(f"{size:>18,}  {save_dir / name}")
+    print(
+        f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
+    )
+
+
+@app.command(epilog="Example: megaconv inspect ckpt --json | jq .layout")
+def inspect(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
+    """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only."""
+    from megaconv.inspection import inspect as run
+    from megaconv.options import LoadOptions
+
+    found = run(path, LoadOptions(config, true_vocab_size))
+    if as_json:
+        _print_json(found.to_json())
+        return
+    for label, text in found.lines():
+        print(f"{label:<11} {text}")
+
+
+@app.command(epilog="Example: megaconv fingerprint Llama-2-7b")
+def fingerprint(
+    path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False
+) -> None:
+    """Hash a model: equal for the same weights in any format, naming and layout. Reads everything."""
+    from megaconv.conversion import fingerprint as run
+    from megaconv.options import LoadOptions
+    from megaconv.progress import Progress
+
+    options = LoadOptions(config, true_vocab_size)
+    with Progress("reading", lambda: _size(path, options)) as progress:
+        found = run(path, options, advance=progress.advance)
+    if as_json:
+        _print_json(
+            {
+                "weights": found.weights,
+                "optimizer": found.optimizer,
+                "tensors": {str(key): digest for key, digest in found.tensors.items()},
+            }
+        )
+    else:
+        print(found.weights)
+
+
+@app.command(epilog="Example: megaconv diff Llama-2-7b ckpt && echo the same model")
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="Another, in any format and layout.", metavar="B")],
+    config_too: Annotated[
+        bool, typer.Option("--config-too", help="Let differences in the configurations count as well.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor. Exit status 0: the same; 4: they differ."""
+    from megaconv.comparison import diff_sources
+    from megaconv.conversion import open_source
+    from megaconv.progress import Progress
+
+    left, right = open_source(a)[1], open_source(b)[1]
+    with Progress("comparing", lambda: left.header.nbytes) as progress:
+        found = diff_sources(left, right, min(4, os.cpu_count() or 1), progress.advance)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _print_diff(found)
+    if not found.same or (config_too and found.config):
+        raise typer.Exit(4)
+
+
+def _print_diff(found: Any) -> None:
+    if found.same:
+        print(f"the same: {found.tensors} tensors are equal")
+    else:
+        print(f"different: {len(found.differences)} of {found.tensors} tensors")
+        width = max(len(str(item.key)) for item in found.differences)
+        for item in found.differences:
+            largest = f", largest difference {item.max_abs:.3g}" if item.max_abs is not None else ""
+            print(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
+    for name, left, right in found.config:
+        print(f"  configuration: {name} is {left!r} in A, {right!r} in B")
+
+
+@app.command()
+def formats(as_json: Json = False) -> None:
+    """List the formats, savers and model families that are known."""
+    from megaconv import registry
+    from megaconv.families import families
+
+    loaders = {name: registry.loader(name).DESCRIPTION for name in registry.names("loaders")}
+    savers = {name: registry.saver(name).DESCRIPTION for name in registry.names("savers")}
+    known = {name: list(family.architectures) for name, family in families().items()}
+    if as_json:
+        _print_json({"loaders": loaders, "savers": savers, "families": known})
+        return
+    for title, entries in (
+        ("loaders", loaders),
+        ("savers", savers),
+        ("families", {name: ", ".join(words) for name, words in known.items()}),
+    ):
+        print(title)
+        for name, text in entries.items():
+            print(f"  {name:<8} {text}")
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where to keep what is made; a temporary directory otherwise.")
+    ] = None,
+) -> None:
+    """Build a small Llama, convert it to Megatron and back, and prove that it is still the same model."""
+    from megaconv.demo import run
+
+    run(directory)
+
+
+def _size(place: str, options: Any) -> int:
+    from megaconv.conversion import open_source
+
+    return open_source(place, None, replace(options, metadata_only=True))[1].header.nbytes
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=1))
+
+
+def _terminated(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """The entry point: turns errors into one line and an exit status."""
+    import logging
+
+    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s".lower(), level=logging.WARNING, stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        app()
+    except CheckpointError as error:
+        print(f"megaconv: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        print("megaconv: interrupted; nothing was left behind", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        print(f"megaconv: error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,191 @@
+"""Options of `megaconv convert`, with their help texts and with the spellings of Megatron-LM's own converter."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megaconv.errors import UsageError
+
+CONVERT_EXAMPLES = """\b
+Examples:
+  megaconv convert --load-dir Llama-2-7b --saver core --save-dir ckpt --tp 2 --pp 2
+  megaconv convert --load-dir ckpt --saver core --save-dir tp4 --tp 4 --pp 1
+  megaconv convert --load-dir ckpt --saver hf --save-dir Llama-back"""
+
+
+Input = Annotated[
+    str, typer.Argument(help="A checkpoint directory, or a Hub id such as hf://org/name@revision.", metavar="PATH")
+]
+LoadDir = Annotated[
+    str,
+    typer.Option(
+        "--load-dir",
+        "--load",
+        help="Input: a directory of any known format, or a Hub id (org/name or hf://org/name@revision).",
+    ),
+]
+SaveDir = Annotated[
+    Path, typer.Option("--save-dir", "--save", help="Output directory; must not exist yet, or be empty.")
+]
+Saver = Annotated[str, typer.Option("--saver", help="What to write: core or hf (`megaconv formats` lists all).")]
+Loader = Annotated[str | None, typer.Option("--loader", help="What to read; found out from the files when left out.")]
+
+Tp = Annotated[
+    int | None,
+    typer.Option("--tp", "--target-tensor-parallel-size", min=1, help="Tensor parallel size."),
+]
+Pp = Annotated[
+    int | None,
+    typer.Option("--pp", "--target-pipeline-parallel-size", min=1, help="Pipeline parallel size."),
+]
+Vpp = Annotated[
+    int | None,
+    typer.Option("--vpp", "--target-virtual-pipeline-parallel-size", min=1, help="Virtual stages per pipeline rank."),
+]
+Ep = Annotated[
+    int | None,
+    typer.Option("--ep", "--target-expert-parallel-size", min=1, help="Expert parallel size."),
+]
+Etp = Annotated[
+    int | None,
+    typer.Option("--etp", "--target-expert-tensor-parallel-size", min=1, help="Expert tensor parallel size."),
+]
+Split = Annotated[str | None, typer.Option("--layer-split", help="Layers of each pipeline stage: 3,5,5,3.")]
+FirstLayers = Annotated[
+    int | None,
+    typer.Option("--decoder-first-pipeline-num-layers", min=0, help="Layers of the first stage."),
+]
+LastLayers = Annotated[
+    int | None,
+    typer.Option("--decoder-last-pipeline-num-layers", min=0, help="Layers of the last stage."),
+]
+AccountEmbedding = Annotated[
+    bool,
+    typer.Option(
+        "--account-for-embedding-in-pipeline-split", help="Count the embedding as a layer of the first stage."
+    ),
+]
+AccountLoss = Annotated[
+    bool,
+    typer.Option("--account-for-loss-in-pipeline-split", help="Count the head as a layer of the last stage."),
+]
+LayoutString = Annotated[
+    str | None,
+    typer.Option("--pipeline-model-parallel-layout", help="Megatron's layout string: 'Et*3|(tt|)*2,tL'."),
+]
+
+CkptFormat = Annotated[str, typer.Option("--ckpt-format", help="Format of a Megatron output: torch.")]
+TransformerImpl = Annotated[
+    str,
+    typer.Option(
+        "--transformer-impl", "--saver-transformer-impl", help="Names of a core output: transformer_engine or local."
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; left out, every bit stays."),
+]
+VocabDivisor = Annotated[
+    int | None,
+    typer.Option(
+        "--make-vocab-size-divisible-by",
+        min=1,
+        help="Pad the vocabulary to a multiple of this times tp; 128 unless the source says.",
+    ),
+]
+VocabPadding = Annotated[
+    str,
+    typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again) or `zero`."),
+]
+MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
+Release = Annotated[
+    bool,
+    typer.Option("--release", help="Write a `release` checkpoint instead of an iteration."),
+]
+AllowLossy = Annotated[
+    list[str] | None,
+    typer.Option("--allow-lossy", help="Leave out a feature that the output has no words for: rope_scaling."),
+]
+
+MaxMemory = Annotated[str, typer.Option("--max-memory", help="Most memory that buffers may take.")]
+Workers = Annotated[
+    int,
+    typer.Option("--workers", min=0, help="Threads that move tensors; 0: one per processor, up to 4."),
+]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Read the output back and compare fingerprints before it appears."),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print every output file with its size and the memory needed; write nothing."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on where a killed run of the same command stopped; keep what is done on Ctrl-C."),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace what is at --save-dir, in one step, once the output is complete."),
+]
+
+# Megatron-LM's converter has these too; a checkpoint tells most of them by itself.
+Bf16 = Annotated[bool, typer.Option("--bf16", hidden=True)]
+Fp16 = Annotated[bool, typer.Option("--fp16", hidden=True)]
+ModelType = Annotated[str | None, typer.Option("--model-type", hidden=True)]
+CheckpointType = Annotated[str | None, typer.Option("--checkpoint-type", hidden=True)]
+Ignored = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--megatron-path", "--tokenizer-model", "--vocab-file", "--model-size", "--max-queue-size",
+        "--position-embedding-type", "--loader-transformer-impl", hidden=True,
+    ),
+]  # fmt: skip
+IgnoredFlag = Annotated[bool, typer.Option("--no-checking", hidden=True)]
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+
+
+def byte_size(text: str) -> int:
+    """256MiB, 5GB, 1000000 -> bytes. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in _UNITS or not float(match[1]):
+        raise UsageError(f"{text!r} is no size; write a number with a unit, such as 256MiB or 5GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def numbers(text: str | None) -> tuple[int, ...] | None:
+    """3,5,5,3 -> (3, 5, 5, 3). Raises UsageError."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
+        raise UsageError(f"--layer-split {text!r}: write the layers of each stage parted by commas, such as 3,5,5,3")
+    return tuple(int(word) for word in text.replace(" ", "").split(","))
+
+
+def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:
+    """The one dtype asked for. Raises UsageError for several."""
+    asked = [word for word, given in ((dtype, dtype), ("bf16", bf16), ("fp16", fp16)) if given]
+    if len(asked) > 1:
+        raise UsageError(f"--dtype {asked[0]} and --{asked[1]} contradict each other; give one")
+    return asked[0] if asked else None
+
+
+def check_model_type(model_type: str | None, checkpoint_type: str | None) -> None:
+    """Raises UsageError for what can't be read."""
+    if model_type not in (None, "GPT"):
+        raise UsageError(f"--model-type {model_type}: only GPT (decoder-only) models are known")
+    if checkpoint_type not in (None, "hf"):
+        raise UsageError(f"--checkpoint-type {checkpoint_type}: only hf is known")

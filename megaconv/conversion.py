@@ -1,0 +1,230 @@
+"""The main job: open a source, plan the output, stream one into the other, let it appear complete or not at all."""
+
+import hashlib
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from formats.staging import Staging
+from megaconv import registry
+from megaconv._version import __version__
+from megaconv.cast import CastSource, dtype_name
+from megaconv.errors import Cancelled, ModelsDiffer
+from megaconv.fingerprints import Fingerprint, combine, fingerprint_source
+from megaconv.hub import resolve
+from megaconv.ir import Header, Source
+from megaconv.options import LoadOptions, SaveOptions
+from megaconv.plan import OutputPlan, block_bytes, memory_needed
+from megaconv.stream import Stream
+from megaconv.transfer import Transfer
+
+RECORD_NAME = "megaconv.json"
+"""In every output: where it came from, and its fingerprints."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Everything about a conversion that concerns neither loader nor saver alone."""
+
+    loader: str | None = None
+    """None: detected from the files."""
+    load: LoadOptions = field(default_factory=LoadOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    dtype: str | None = None
+    max_memory: int = 256 << 20
+    """Bytes that buffers may take."""
+    workers: int = 0
+    """0: one per processor, up to 4."""
+    verify: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did, or, planned only, would do."""
+
+    header: Header
+    plan: OutputPlan
+    target: Path
+    memory: int
+    record_bytes: int
+    """Size of megaconv.json, which no plan contains since its fingerprints are known last."""
+    seconds: float = 0.0
+    fingerprint: Fingerprint | None = None
+    verified: bool = False
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Every file of the output, by path below the target, with its size."""
+        return {name: layout.size for name, layout in sorted(self.plan.files.items())} | {
+            RECORD_NAME: self.record_bytes
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": str(self.target),
+            "family": self.header.config.family,
+            "parameters": self.header.parameters,
+            "tensors": len(self.header.manifest),
+            "files": self.files,
+            "bytes": self.nbytes,
+            "memory_bytes": self.memory,
+            "seconds": round(self.seconds, 3),
+            "fingerprint": self.fingerprint.weights if self.fingerprint else None,
+            "verified": self.verified,
+        }
+
+
+def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
+    """(loader name, source) of any input. Raises CheckpointError."""
+    raise_file_limit()
+    path = resolve(str(place))
+    name, found = (
+        (registry.ALIASES.get(loader, loader), registry.loader(loader))
+        if loader and path.exists()
+        else registry.detect(path)
+    )
+    return name, found.open(path, options or LoadOptions())
+
+
+def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Report]:
+    """Everything that can be known, and go wrong, before the first byte is written."""
+    _, source = open_source(load_dir, options.loader, options.load)
+    if options.dtype is not None:
+        source = CastSource(source, dtype_name(options.dtype))
+    plan = registry.saver(saver).plan(source.header, options.save)
+    memory = memory_needed(options.max_memory, _workers(options))
+    blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
+    size = len(_record(str(load_dir), saver, source.header, blank))
+    return source, Report(source.header, plan, Path(save_dir), memory, size)
+
+
+def convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    options: ConvertOptions,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Report:
+    """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError."""
+    started = time.monotonic()
+    staging = Staging(Path(save_dir), overwrite=options.overwrite)
+    source, report = prepare(load_dir, save_dir, saver, options)
+    if not options.resume:
+        staging.require_space(report.nbytes)
+    try:
+        fingerprint = _transfer(source, report.plan, staging, resolve(str(load_dir)), options, advance)
+        staging.file(RECORD_NAME, report.record_bytes).write(
+            0, _record(str(load_dir), saver, source.header, fingerprint)
+        )
+        if options.verify:
+            verify_fingerprint(staging.data, fingerprint, _workers(options))
+        staging.commit()
+    except BaseException as error:
+        # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+        if options.resume and isinstance(error, KeyboardInterrupt):
+            staging.keep()
+        else:
+            staging.discard()
+        raise
+    return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
+
+
+def _transfer(
+    source: Source,
+    plan: OutputPlan,
+    staging: Staging,
+    path: Path,
+    options: ConvertOptions,
+    advance: Callable[[int], None],
+) -> Fingerprint:
+    workers = _workers(options)
+    transfer = Transfer(
+        plan, staging, source=_identity(path, options.dtype), resume=options.resume,
+        block_bytes=block_bytes(options.max_memory, workers), advance=advance,
+    )  # fmt: skip
+    stream = Stream(options.max_memory // 2)
+    sender = threading.Thread(target=_send, args=(source, stream), name="loader", daemon=True)
+    sender.start()
+    digests = transfer.run(stream, workers)
+    sender.join()
+    return combine(digests)
+
+
+def _send(source: Source, stream: Stream) -> None:
+    """The loader's side of the stream."""
+    try:
+        stream.put_header(source.header)
+        count = 0
+        for key, tensor in source.tensors():
+            stream.put(key, tensor)
+            count += 1
+        stream.end(count)
+    except Cancelled:
+        pass
+    except BaseException as error:
+        stream.fail(error)
+
+
+def verify_fingerprint(path: Path, expected: Fingerprint, workers: int) -> None:
+    """Read a finished output back. Raises ModelsDiffer unless it holds exactly what was streamed."""
+    _, source = open_source(path)
+    found = fingerprint_source(source, workers)
+    for key, digest in expected.tensors.items():
+        if found.tensors.get(key) != digest:
+            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
+    if found.weights != expected.weights:
+        raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
+
+
+def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerprint) -> bytes:
+    """What megaconv.json says."""
+    record = {
+        "megaconv": __version__,
+        "source": {"path": source_path, "kind": header.source},
+        "saver": saver,
+        "family": header.config.family,
+        "fingerprint": fingerprint.weights,
+        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
+    }
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def _identity(path: Path, dtype: str | None) -> str:
+    """Changes whenever the source does: names, sizes and times of all its files."""
+    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
+    listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return hashlib.sha256(json.dumps([__version__, str(path.resolve()), dtype, listing]).encode()).hexdigest()
+
+
+def _workers(options: ConvertOptions) -> int:
+    return options.workers or min(4, os.cpu_count() or 1)
+
+
+def raise_file_limit() -> None:
+    """Large layouts have more rank files than the usual soft limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):
+            return
+
+
+def fingerprint(
+    path: str | Path, options: LoadOptions | None = None, workers: int = 0, advance: Callable[[int], None] | None = None
+) -> Fingerprint:
+    """The fingerprint of any checkpoint; reads all of it."""
+    _, source = open_source(path, None, options)
+    return fingerprint_source(source, workers or min(4, os.cpu_count() or 1), advance)

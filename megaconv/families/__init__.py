@@ -1,0 +1,60 @@
+"""Model families, one small file each: a table of tensors and the way from and to Hugging Face's configuration."""
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from megaconv.config import ModelConfig
+from megaconv.errors import UnknownFamily
+from megaconv.table import Row
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a file in this folder defines, as FAMILY."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """transformers' class names: `LlamaForCausalLM`."""
+    model_type: str
+    rows: tuple[Row, ...]
+    read_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    """From config.json to our configuration."""
+    write_hf: Callable[[ModelConfig], dict[str, Any]]
+    """From our configuration to a config.json that transformers 4 and 5 both understand."""
+    ignored: tuple[str, ...] = ()
+    """Regular expressions of native names that hold nothing of the model."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families by name."""
+    found = {}
+    for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
+        family: Family = import_module(f"{__name__}.{module}").FAMILY
+        found[family.name] = family
+    return found
+
+
+def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
+    """The family of a config.json. Raises UnknownFamily listing what is known."""
+    architectures = config.get("architectures") or []
+    for family in families().values():
+        if set(architectures) & set(family.architectures) or (
+            not architectures and config.get("model_type") == family.model_type
+        ):
+            return family
+    asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
+    known = ", ".join(name for family in families().values() for name in family.architectures)
+    raise UnknownFamily(
+        f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
+    )
+
+
+def family(name: str) -> Family:
+    if name not in families():
+        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(families())}")
+    return families()[name]

@@ -1,0 +1,59 @@
+"""Inputs that live on the Hugging Face Hub: `hf://org/name@revision`, or `org/name` where no such path exists here."""
+
+import re
+from pathlib import Path
+
+from megaconv.errors import CheckpointError, UnknownFormat
+
+_SCHEME = "hf://"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.bin",
+    "*.model",
+    "*.txt",
+    "*.tiktoken",
+    "*.jinja",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
+
+
+def resolve(place: str) -> Path:
+    """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Raises CheckpointError."""
+    if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):
+        return Path(place)
+    name, _, revision = place.removeprefix(_SCHEME).partition("@")
+    if not _NAME.fullmatch(name):
+        raise UnknownFormat(
+            f"{place}: is no Hub id; expected hf://organisation/name or hf://organisation/name@revision"
+        )
+    return _download(place, name, revision or None)
+
+
+def _download(place: str, name: str, revision: str | None) -> Path:
+    import os
+
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    both = "" if place.startswith(_SCHEME) else f"there is no path {place!r} here, and "
+    try:
+        files = HfApi().list_repo_files(name, revision=revision)
+        # Where both are there, the safetensors files are the ones that will be read.
+        skip = ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=[*skip, "*/*"])
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        try:
+            return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+            raise CheckpointError(
+                f"{place}: {both}the model can't be had from the Hugging Face Hub: {reason}"
+            ) from error

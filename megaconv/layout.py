@@ -1,0 +1,191 @@
+"""Which rank holds what: pure arithmetic on sizes, as Megatron core does it."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megaconv.errors import LayoutError
+
+
+class Chunk(NamedTuple):
+    """A run of layers that one pipeline rank holds: one of its `vpp` virtual stages."""
+
+    pp_rank: int
+    vpp_rank: int
+    first_layer: int
+    layers: int
+    is_first: bool
+    """Holds the embedding."""
+    is_last: bool
+    """Holds the final norm and the head."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes and the layers of each virtual stage.
+
+    stage_layers counts layers stage by stage in the order of the model: stage s lives on pipeline rank s % pp as its
+    virtual stage s // pp. The embedding sits on the first stage, the head on the last.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stage_layers: tuple[int, ...] = ()
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks in the order of the model."""
+        first, stages = 0, self.pp * self.vpp
+        for stage, layers in enumerate(self.stage_layers):
+            yield Chunk(stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1)
+            first += layers
+
+    def __str__(self) -> str:
+        sizes = [f"{name.upper()} {size}" for name, size in self.sizes().items() if size > 1 or name in ("tp", "pp")]
+        uneven = len(set(self.stage_layers)) > 1
+        return ", ".join(sizes) + (f" (layers {'+'.join(map(str, self.stage_layers))})" if uneven else "")
+
+    def sizes(self) -> dict[str, int]:
+        return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """How layers are shared out over pipeline stages, in any of Megatron's ways. At most one of the three."""
+
+    layers: tuple[int, ...] | None = None
+    """Layers per stage, one number for each of the pp * vpp stages."""
+    first: int | None = None
+    last: int | None = None
+    """Layers on the first / last pipeline rank; the rest is shared out evenly."""
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    """Count the embedding / the head as a layer when sharing out."""
+    pattern: str | None = None
+    """Megatron's pipeline_model_parallel_layout string, such as `Et*3|(tt|)*2,tL`."""
+
+
+def divide(total: int, parts: int, what: str, over: str) -> int:
+    """total / parts. Raises LayoutError naming the dimension, its value and the rank count."""
+    if parts < 1 or total % parts:
+        raise LayoutError(
+            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}"
+        )
+    return total // parts
+
+
+def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int, ...]:
+    """Layers of each of the pp * vpp stages in model order. Raises LayoutError when they don't add up."""
+    for name, size in (("pipeline", pp), ("virtual pipeline", vpp)):
+        if size < 1:
+            raise LayoutError(f"{name} parallel size is {size}; it has to be 1 or more")
+    if vpp > 1 and pp == 1:
+        raise LayoutError("virtual pipeline stages need a pipeline parallel size of 2 or more")
+    ways = [
+        split.layers,
+        split.pattern,
+        split.first or split.last,
+        split.account_for_embedding or split.account_for_loss,
+    ]
+    if sum(bool(way) for way in ways) > 1:
+        raise LayoutError(
+            "give one layer split: a list of layers, first/last layers, a layout string, or the account-for options"
+        )
+    if split.layers is not None:
+        return _explicit(layers, pp, vpp, split.layers)
+    if split.pattern is not None:
+        stages = parse_pattern(split.pattern)
+        return _explicit(layers, pp, vpp, stages)
+    if split.first is not None or split.last is not None:
+        return _first_last(layers, pp, vpp, split.first, split.last)
+    counted = layers + split.account_for_embedding + split.account_for_loss
+    each = divide(
+        counted,
+        pp * vpp,
+        "layers" if counted == layers else f"layers (with embedding and loss counted, {layers} +)",
+        "pp x vpp",
+    )
+    stages_list = [each] * (pp * vpp)
+    stages_list[0] -= split.account_for_embedding
+    stages_list[-1] -= split.account_for_loss
+    return tuple(stages_list)
+
+
+def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+    if len(stages) != pp * vpp:
+        raise LayoutError(f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}")
+    if sum(stages) != layers or min(stages) < 0:
+        raise LayoutError(
+            f"the layer split {','.join(map(str, stages))} places {sum(stages)} layers, but the model has {layers}"
+        )
+    return stages
+
+
+def _first_last(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    others = pp - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if others < 0 or rest < 0 or (others == 0 and rest):
+        raise LayoutError(
+            f"first and last stages of {first} and {last} layers leave {rest} of {layers} layers for {others} other ranks"
+        )
+    middle = divide(rest, others, "layers between first and last stage", "remaining pipeline ranks") if others else 0
+    ranks = [middle] * pp
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    per_chunk = [divide(count, vpp, f"layers of pipeline rank {rank}", "vpp") for rank, count in enumerate(ranks)]
+    return tuple(per_chunk * vpp)
+
+
+def parse_pattern(pattern: str) -> tuple[int, ...]:
+    """Layers per stage of a pipeline_model_parallel_layout string (megatron-core 0.13 and newer).
+
+    `|` parts stages, `E` is the embedding, `t` a decoder layer, `L` the head; `x*3` and `(xy)*3` repeat; commas are
+    for the eye. Raises LayoutError.
+    """
+    text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), pattern.replace(",", ""))
+    text = re.sub(r"([^*()\d])\*(\d+)", lambda match: match[1] * int(match[2]), text)
+    if not re.fullmatch(r"E[t|]*L", text):
+        raise LayoutError(
+            f"layout string {pattern!r}: expected E, then decoder layers t in stages parted by |, then L; got {text!r}"
+        )
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def split_arguments(layout: Layout) -> dict[str, Any]:
+    """The Megatron arguments that lead to this layout's stage_layers."""
+    stages, layers = layout.stage_layers, sum(layout.stage_layers)
+    arguments: dict[str, Any] = {
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
+    if len(set(stages)) == 1:
+        arguments["num_layers_per_virtual_pipeline_stage"] = stages[0] if layout.vpp > 1 else None
+        return arguments
+    if layout.vpp == 1:
+        for first, last in ((stages[0], None), (None, stages[-1]), (stages[0], stages[-1])):
+            try:
+                same = _first_last(layers, layout.pp, 1, first, last) == stages
+            except LayoutError:
+                continue
+            if same:
+                return arguments | {
+                    "decoder_first_pipeline_num_layers": first,
+                    "decoder_last_pipeline_num_layers": last,
+                }
+    words = ["t" * count for count in stages]
+    return arguments | {"pipeline_model_parallel_layout": "E" + "|".join(words) + "L"}
+
+
+def padded_vocab(vocab: int, divisor: int, tp: int) -> int:
+    """Rows that Megatron gives the embedding: the next multiple of divisor * tp."""
+    multiple = divisor * tp
+    return -(-vocab // multiple) * multiple

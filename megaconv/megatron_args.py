@@ -1,0 +1,247 @@
+"""Megatron's `args`: the namespace in every rank file, from and to our configuration.
+
+Written so that `--use-checkpoint-args` finds all that it asks for, under the names of old and new releases alike
+(norm epsilon and zero-centered gamma were renamed), and read under any of these names. Source: megatron/training
+arguments.py and checkpointing.py of Megatron-LM, core 0.4 to 0.19.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.config import ModelConfig
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.ir import TrainingState
+from megaconv.layout import Layout, split_arguments
+
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's use_rope_scaling means besides the factor."""
+
+
+def to_arguments(
+    config: ModelConfig,
+    layout: Layout,
+    training: TrainingState,
+    *,
+    transformer_impl: str,
+    vocab_divisor: int,
+    padded_vocab: int,
+    allow_lossy: bool = False,
+) -> dict[str, Any]:
+    """All arguments by name; dtypes as names. Raises NotExpressible for what Megatron has no words for."""
+    if config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
+        raise NotExpressible(
+            "Megatron core has biases on all linear layers, on q, k and v only, or on none; this model has another set"
+        )
+    return (
+        _architecture(config)
+        | _positions(config, allow_lossy)
+        | _vocabulary(config, vocab_divisor, padded_vocab)
+        | _parallelism(config, layout)
+        | _training(config, training, transformer_impl)
+    )
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    grouped = config.kv_heads != config.heads
+    return {
+        "num_layers": config.layers,
+        "encoder_num_layers": config.layers,
+        "decoder_num_layers": None,
+        "hidden_size": config.hidden,
+        "ffn_hidden_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "group_query_attention": grouped,
+        "num_query_groups": config.kv_heads if grouped else 1,
+        "kv_channels": config.head_dim,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.norm_epsilon,
+        "layernorm_epsilon": config.norm_epsilon,
+        "apply_layernorm_1p": False,
+        "layernorm_zero_centered_gamma": False,
+        "add_bias_linear": config.mlp_bias,
+        "add_qkv_bias": config.qkv_bias,
+        "qk_layernorm": config.qk_norm,
+        "swiglu": True,
+        "squared_relu": False,
+        "openai_gelu": False,
+        "bias_gelu_fusion": False,
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "multi_latent_attention": False,
+        "num_experts": None,
+        "bert_binary_head": False,
+        "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
+        "window_attn_skip_freq": _window_pattern(config),
+    }
+
+
+def _window_pattern(config: ModelConfig) -> list[int] | None:
+    if config.sliding_window is None or config.windowed_layers is None:
+        return None
+    return [int(layer in config.windowed_layers) for layer in range(config.layers)]
+
+
+def _positions(config: ModelConfig, allow_lossy: bool) -> dict[str, Any]:
+    theta = int(config.rope_theta) if float(config.rope_theta).is_integer() else config.rope_theta
+    return {
+        "max_position_embeddings": config.max_positions,
+        "seq_length": config.max_positions,
+        "encoder_seq_length": config.max_positions,
+        "position_embedding_type": "rope",
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": False,
+        "rotary_base": theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "rotary_seq_len_interpolation_factor": None,
+    } | _scaling(config.rope_scaling, allow_lossy)
+
+
+def _scaling(scaling: Mapping[str, Any] | None, allow_lossy: bool) -> dict[str, Any]:
+    if scaling is None:
+        return {}
+    kind = scaling["rope_type"]
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": scaling["factor"]}
+    if kind == "llama3" and all(float(scaling[name]) == value for name, value in LLAMA3_SCALING.items()):
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    if allow_lossy:
+        return {}
+    raise NotExpressible(
+        f"rope scaling {dict(scaling)} has no equivalent in Megatron core; with --allow-lossy rope_scaling "
+        "the output is written without it (its hf/config.json keeps it, so that converting back loses nothing)"
+    )
+
+
+def _vocabulary(config: ModelConfig, divisor: int, padded: int) -> dict[str, Any]:
+    return {
+        "untie_embeddings_and_output_weights": not config.tie_embeddings,
+        "make_vocab_size_divisible_by": divisor,
+        "vocab_size": config.vocab,
+        "padded_vocab_size": padded,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": None,
+        "vocab_file": None,
+    }
+
+
+def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    split = split_arguments(layout)
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp if layout.ep > 1 else layout.tp,
+        "context_parallel_size": 1,
+        "data_parallel_size": layout.ep,
+        "world_size": layout.tp * layout.pp * layout.ep,
+        "sequence_parallel": False,
+        **split,
+    }
+
+
+def _training(config: ModelConfig, training: TrainingState, transformer_impl: str) -> dict[str, Any]:
+    return {
+        "fp16": config.dtype == "float16",
+        "bf16": config.dtype == "bfloat16",
+        "params_dtype": config.dtype,
+        "transformer_impl": transformer_impl,
+        "use_legacy_models": False,
+        "use_mcore_models": True,
+        "ckpt_format": "torch",
+        "iteration": training.iteration or 0,
+        "consumed_train_samples": training.consumed_train_samples,
+        "consumed_valid_samples": training.consumed_valid_samples,
+        "skipped_train_samples": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "data_parallel_random_init": False,
+    }
+
+
+def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
+    """The configuration that args describe.
+
+    found: what the tensors say, as fields of ModelConfig; it wins over args, which some tools write wrongly.
+    Raises CorruptCheckpoint where args lack something that tensors can't tell, UnknownFamily for what isn't Llama-like.
+    """
+    _require_decoder(args)
+    heads = _need(args, "num_attention_heads")
+    grouped = getattr(args, "group_query_attention", False)
+    window, pattern = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    fields: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": _need(args, "num_query_groups") if grouped else heads,
+        "head_dim": getattr(args, "kv_channels", None) or _need(args, "hidden_size") // heads,
+        "max_positions": _need(args, "max_position_embeddings"),
+        "norm_epsilon": _first(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "rope_theta": float(getattr(args, "rotary_base", 10000)),
+        "rope_scaling": _read_scaling(args),
+        "sliding_window": window[0] + 1 if window and window[0] >= 0 else None,
+    }
+    if fields["sliding_window"] and pattern is not None:
+        layers = range(found["layers"])
+        windowed = [
+            layer for layer in layers if (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern)
+        ]
+        fields["windowed_layers"] = tuple(windowed) if len(windowed) < len(layers) else None
+    fields |= found
+    return ModelConfig(family=_family(fields), **fields)
+
+
+def _family(fields: Mapping[str, Any]) -> str:
+    if fields.get("qk_norm"):
+        return "qwen3"
+    if fields.get("qkv_bias") and not fields.get("o_bias"):
+        return "qwen2"
+    return "mistral" if fields.get("sliding_window") and not fields.get("windowed_layers") else "llama"
+
+
+def _require_decoder(args: Namespace) -> None:
+    expected = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
+    for name, value in expected.items():
+        actual = getattr(args, name, value)
+        if actual != value:
+            raise UnknownFamily(
+                f"the checkpoint's {name} is {actual!r}; the model families that we know have {value!r}"
+            )
+    if getattr(args, "layernorm_zero_centered_gamma", False) or getattr(args, "apply_layernorm_1p", False):
+        raise UnknownFamily(
+            "the checkpoint's norms are zero-centered, which none of the model families that we know has"
+        )
+
+
+def _read_scaling(args: Namespace) -> dict[str, Any] | None:
+    if getattr(args, "use_rope_scaling", False):
+        return {"rope_type": "llama3", "factor": float(getattr(args, "rope_scaling_factor", 8.0)), **LLAMA3_SCALING}
+    factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
+    return {"rope_type": "linear", "factor": float(factor)} if factor else None
+
+
+def _need(args: Namespace, name: str) -> Any:
+    value = getattr(args, name, None)
+    if value is None:
+        raise CorruptCheckpoint(
+            f"the checkpoint's args don't say {name}; give --config with the Hugging Face directory of the model"
+        )
+    return value
+
+
+def _first(args: Namespace, *names: str, default: Any) -> Any:
+    return next((value for name in names if (value := getattr(args, name, None)) is not None), default)
+
+
+def true_vocab(args: Namespace, padded: int, tp: int) -> int | None:
+    """The vocabulary size that args tell, None when they don't tell one that can be true."""
+    vocab = getattr(args, "vocab_size", None)
+    if not isinstance(vocab, int):
+        return None
+    if getattr(args, "tokenizer_type", None) == "NullTokenizer":
+        vocab += 1  # it adds an end-of-document token
+    divisor = getattr(args, "make_vocab_size_divisible_by", None) or 128
+    return vocab if 0 <= padded - vocab < divisor * tp else None

@@ -1,0 +1,41 @@
+"""What a user can ask of a loader or a saver, the same from the command line and from Python."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaconv.layout import LayerSplit
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to read an input. None: what the checkpoint itself says."""
+
+    config: Path | None = None
+    """A Hugging Face directory whose configuration and tokenizer files complete a source that has none."""
+    true_vocab_size: int | None = None
+    metadata_only: bool = False
+    """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to write an output. None: as the source has it, or 1."""
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    split: LayerSplit = field(default_factory=LayerSplit)
+    transformer_impl: str = "transformer_engine"
+    """Whose names a Megatron core output has: `transformer_engine` or `local`."""
+    vocab_divisor: int | None = None
+    vocab_padding: str = "repeat"
+    """What fills padding rows: `repeat` (the last row again) or `zero`."""
+    release: bool = False
+    """Write a release checkpoint instead of an iteration."""
+    max_shard_bytes: int = 5_000_000_000
+    """Largest safetensors file."""
+    ckpt_format: str = "torch"
+    allow_lossy: tuple[str, ...] = ()
+    """Features that may be left out where the target has no words for them: `rope_scaling`."""

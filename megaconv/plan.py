@@ -1,0 +1,63 @@
+"""What a saver decides before the first tensor arrives: every output file, and where in it each canonical tensor goes."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from formats.output import FileLayout
+from megaconv.ir import Key
+from megaconv.table import Region
+
+BLOCK_BYTES = 4 << 20
+"""Tensors are moved in blocks of this size: large enough for the disk, small enough for the caches."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Rectangles of one canonical tensor and the native tensor that they are written into."""
+
+    file: str
+    record: str
+    row_bytes: int
+    """Of the native tensor."""
+    regions: Sequence[Region]
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """A complete output. Whatever in its files is no canonical tensor and no zero padding is part of their layouts."""
+
+    files: Mapping[str, FileLayout]
+    """By path below the target."""
+    placements: Mapping[Key, Sequence[Placement]]
+    zeros: Sequence[tuple[str, str, int, int]] = ()
+    """(file, record, offset in the record, bytes) that stay zero."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layout.size for layout in self.files.values())
+
+    def identity(self, source: str) -> str:
+        """Equal for two runs whose finished tensors are interchangeable."""
+        files = {
+            name: [layout.size, {key: list(record) for key, record in layout.records.items()}]
+            for name, layout in self.files.items()
+        }
+        places = {
+            f"{key.name}/{key.slot}": [
+                [p.file, p.record, [[*r.box, r.row, r.repeat] for r in p.regions]] for p in placements
+            ]
+            for key, placements in self.placements.items()
+        }
+        return hashlib.sha256(json.dumps([source, files, places], sort_keys=True).encode()).hexdigest()
+
+
+def block_bytes(max_memory: int, workers: int) -> int:
+    """The largest block with which `workers` threads, each with one block, one gathered copy and one to cast, keep the budget."""
+    return max(4096, min(BLOCK_BYTES, max_memory // (4 * workers)))
+
+
+def memory_needed(max_memory: int, workers: int) -> int:
+    """Bytes of buffers that a conversion will hold at most."""
+    return 4 * workers * block_bytes(max_memory, workers)

@@ -1,0 +1,91 @@
+"""Finds loaders and savers by name. Ours are modules of `loaders` and `savers`; other packages add theirs by entry points.
+
+    [project.entry-points."megaconv.loaders"]
+    mine = "my_package.my_loader"          # a module with DESCRIPTION, detect() and open()
+
+Nothing is imported before it is asked for.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+from megaconv.errors import UnknownFormat
+from megaconv.ir import Header, Source
+from megaconv.options import LoadOptions, SaveOptions
+from megaconv.plan import OutputPlan
+
+LOADERS = ("core", "hf")
+SAVERS = ("core", "hf")
+ALIASES = {"mcore": "core", "llama_mistral": "hf"}
+"""Names that Megatron-LM's converter uses for the same thing."""
+
+
+class Loader(Protocol):
+    """A module (or object) that reads one kind of checkpoint."""
+
+    DESCRIPTION: str
+    """One line for `megaconv formats`."""
+
+    def detect(self, path: Path) -> bool:
+        """Whether path looks like this kind; looks at names only."""
+        ...
+
+    def open(self, path: Path, options: LoadOptions) -> Source:
+        """Read and check all metadata, no tensor. Raises CheckpointError."""
+        ...
+
+
+class Saver(Protocol):
+    """A module (or object) that writes one kind of checkpoint."""
+
+    DESCRIPTION: str
+
+    def plan(self, header: Header, options: SaveOptions) -> OutputPlan:
+        """Lay out the complete output. Raises LayoutError or NotExpressible for what can't be written."""
+        ...
+
+
+def loader(name: str) -> Loader:
+    return cast(Loader, _find("loaders", LOADERS, ALIASES.get(name, name)))
+
+
+def saver(name: str) -> Saver:
+    return cast(Saver, _find("savers", SAVERS, ALIASES.get(name, name)))
+
+
+def names(kind: str) -> list[str]:
+    """All names of `loaders` or `savers`, ours first."""
+    return [
+        *(LOADERS if kind == "loaders" else SAVERS),
+        *(entry.name for entry in entry_points(group=f"megaconv.{kind}")),
+    ]
+
+
+def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
+    if name in ours:
+        return import_module(f"{kind}.{name}")
+    for entry in entry_points(group=f"megaconv.{kind}"):
+        if entry.name == name:
+            return entry.load()
+    raise UnknownFormat(f"no {kind[:-1]} is called {name!r}; known are {', '.join(names(kind))}")
+
+
+def _all_loaders() -> Iterator[tuple[str, Loader]]:
+    for name in names("loaders"):
+        yield name, loader(name)
+
+
+def detect(path: Path) -> tuple[str, Loader]:
+    """The loader for an input. Raises UnknownFormat saying what was looked for."""
+    if not path.exists():
+        raise UnknownFormat(f"{path}: no such file or directory")
+    for name, found in _all_loaders():
+        if found.detect(path):
+            return name, found
+    raise UnknownFormat(
+        f"{path}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
+        "a Megatron directory latest_checkpointed_iteration.txt or mp_rank_* directories"
+    )

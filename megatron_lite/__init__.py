@@ -1,0 +1,1 @@
+"""megatron_lite: the parallel trainer that produces and consumes the checkpoints megaconv converts."""

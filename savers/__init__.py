@@ -1,0 +1,1 @@
+"""Savers: one file each, the complete plan of an output. May use megaconv and formats."""
