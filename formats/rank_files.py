@@ -37,8 +37,8 @@ def iteration_directory(iteration: int | None) -> str:
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
-def rank_directory(tp_rank: int, pp_rank: int, pp: int) -> str:
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+def rank_directory(tp_rank: int, pp_rank: int, ep_rank: int, pp: int, ep: int) -> str:
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
 
 def find_version(path: Path) -> Path | None:
@@ -51,7 +51,7 @@ def find_version(path: Path) -> Path | None:
     tracker = path / TRACKER
     if tracker.is_file():
         word = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if word != RELEASE and not word.isdecimal():
+        if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
         if not version.is_dir():
@@ -83,11 +83,15 @@ def is_rank_files(version: Path) -> bool:
 
 def read(version: Path) -> RankFiles:
     """List the rank files of one iteration. Raises CorruptCheckpoint when one is missing."""
-    files = {}
+    files: dict[tuple[int, ...], Path] = {}
     for numbers, directory in _rank_directories(version):
         file = directory / MODEL_FILE
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one")
+        if numbers in files:
+            raise CorruptCheckpoint(
+                f"{directory}: is a second directory of the rank of {files[numbers].parent.name}; remove one"
+            )
         files[numbers] = file
     if len({len(numbers) for numbers in files}) != 1:
         raise CorruptCheckpoint(

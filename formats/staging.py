@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,9 +40,14 @@ class StagedFile:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if keep else os.O_TRUNC), 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if keep else os.O_TRUNC)
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise _explain(error, path) from error
+        try:
             self._allocate(size)
         except OSError as error:
+            self.close()
             raise _explain(error, path) from error
 
     def _allocate(self, size: int) -> None:
@@ -89,16 +94,18 @@ class Staging:
         self.target = Path(os.path.realpath(target))
         if not overwrite and _occupied(self.target):
             raise TargetExists(f"{target}: already exists; choose another place, or give --overwrite to replace it")
+        self._overwrite = overwrite
         self.root = self.target.parent / f".{self.target.name}{_SUFFIX}"
         self.data = self.root / "data"
         self._files: list[StagedFile] = []
         self._lock: int | None = None
         self._journal: BinaryIO | None = None
 
-    def open(self, plan_id: str, *, resume: bool) -> list[dict[str, Any]]:
+    def open(self, plan_id: str, *, resume: bool, sizes: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
         """Make the directory, or take over what an interrupted run of the same plan left; returns its journal's entries.
 
         plan_id: whatever has to be equal for the finished parts of an earlier run to be of use.
+        sizes: of the files, by name, that the entries vouch for; where one was lost the entries count for nothing.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -109,15 +116,26 @@ class Staging:
             raise TargetExists(f"{self.target}: another run is writing it just now") from None
         except OSError as error:
             raise _explain(error, self.root) from error
+        try:
+            return self._take_over(plan_id, resume, sizes or {})
+        except OSError as error:
+            raise _explain(error, self.root) from error
+
+    def _take_over(self, plan_id: str, resume: bool, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
         path = self.root / "journal.jsonl"
-        entries = list(_read_journal(path)) if resume else []
-        if not entries or entries[0].get("plan") != plan_id:
+        entries, valid_bytes = _read_journal(path) if resume else ([], 0)
+        whole = all(
+            (self.data / name).is_file() and (self.data / name).stat().st_size == size for name, size in sizes.items()
+        )
+        if not entries or entries[0].get("plan") != plan_id or (len(entries) > 1 and not whole):
             entries = []
             for old in self.root.iterdir():
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         self.data.mkdir(exist_ok=True)
         self._journal = path.open("ab")
-        if not entries:
+        if entries:
+            self._journal.truncate(valid_bytes)  # without the line that the interrupted run was writing
+        else:
             self.record([{"plan": plan_id}])
         return entries[1:]
 
@@ -141,25 +159,38 @@ class Staging:
         """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched."""
         for file in self._files:
             file.sync()
-            file.close()
-        self._files.clear()
-        for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
-            _sync_directory(directory)
-        _sync_directory(self.data)
         try:
+            for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
+                _sync_directory(directory)
+            _sync_directory(self.data)
             self._appear()
         except OSError as error:
             raise _explain(error, self.target) from error
-        _sync_directory(self.target.parent)
         self.discard()
 
     def _appear(self) -> None:
-        if not self.target.exists():
-            self.data.rename(self.target)
-        elif not _occupied(self.target):
-            self.target.rmdir()
-            self.data.rename(self.target)
-        elif not _exchange(self.data, self.target):
+        """Each way in one step that is taken back when the directory can't be brought to disk."""
+        if not _occupied(self.target):
+            was_there = self.target.exists()
+            self.data.rename(self.target)  # replaces an empty directory too
+            try:
+                _sync_directory(self.target.parent)
+            except OSError:
+                self.target.rename(self.data)
+                if was_there:
+                    self.target.mkdir()
+                raise
+        elif not self._overwrite:
+            raise TargetExists(
+                f"{self.target}: already exists by now; choose another place, or give --overwrite to replace it"
+            )
+        elif _exchange(self.data, self.target):
+            try:
+                _sync_directory(self.target.parent)
+            except OSError:
+                _exchange(self.data, self.target)
+                raise
+        else:
             aside = self.target.with_name(f".{self.target.name}.megaconv-replaced")
             self.target.rename(aside)
             try:
@@ -167,12 +198,14 @@ class Staging:
             except OSError:
                 aside.rename(self.target)
                 raise
+            _sync_directory(self.target.parent)
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
 
     def discard(self) -> None:
-        """Remove the staging directory and all that is in it."""
+        """Remove the staging directory and all that is in it, unless it is another run's."""
         self._close()
-        shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock is not None:
+            shutil.rmtree(self.root, ignore_errors=True)
         self._release()
 
     def keep(self) -> None:
@@ -214,14 +247,20 @@ def _occupied(target: Path) -> bool:
     return any(target.iterdir()) if target.is_dir() else target.exists()
 
 
-def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    for line in path.read_bytes().splitlines():
+def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The entries, and the bytes that they take: what follows is the line that an interrupted run was writing."""
+    entries: list[dict[str, Any]] = []
+    valid_bytes = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
-            yield json.loads(line)
+            entry = json.loads(line)
         except ValueError:
-            return  # the line that the interrupted run was writing
+            break
+        if not isinstance(entry, dict) or not line.endswith(b"\n"):
+            break
+        entries.append(entry)
+        valid_bytes += len(line)
+    return entries, valid_bytes
 
 
 def _sync_directory(path: Path) -> None:

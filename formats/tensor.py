@@ -5,9 +5,10 @@ and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying 
 dtypes are names (torch's), and buffers are arrays of bytes.
 """
 
+import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -103,9 +104,13 @@ class InputFile:
     @classmethod
     def open(cls, path: Path) -> "InputFile":
         """Raises CorruptCheckpoint when there is no such regular file."""
-        if not path.is_file():
-            raise CorruptCheckpoint(f"{path}: no such file")
-        return cls(path, path.stat().st_size)
+        try:
+            if path.is_file():
+                return cls(path, path.stat().st_size)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
+        raise CorruptCheckpoint(f"{path}: no such file")
 
     def _open(self) -> int:
         with self._lock:
@@ -137,6 +142,9 @@ class InputFile:
         out = np.empty(count, np.uint8)
         self.read_into(offset, out)
         return out.tobytes()
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         with self._lock:
@@ -209,7 +217,10 @@ class StridedTensor:
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        flat = np.memmap(self.file.path, np.uint8, "r", self.offset, (extent * itemsize,))
+        try:
+            flat = np.memmap(self.file.path, np.uint8, "r", self.offset, (extent * itemsize,))
+        except (OSError, ValueError) as error:
+            raise CorruptCheckpoint(f"{self.file.path}: can't be read any more ({error}); was it changed?") from error
         view = np.lib.stride_tricks.as_strided(
             flat, (*self.shape, itemsize), (*(stride * itemsize for stride in self.strides), 1), writeable=False
         )
@@ -217,6 +228,13 @@ class StridedTensor:
             index = np.unravel_index(box.row0 + row, self.shape if len(self.shape) == 1 else self.shape[:-1])
             line = view[index] if len(self.shape) > 1 else view[index][None]
             out[row] = line[box.col0 : box.col1].reshape(-1)
+
+
+def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
+    """The same memory under another shape. Raises CorruptCheckpoint for a tensor that isn't contiguous."""
+    if not isinstance(tensor, FileTensor):
+        raise CorruptCheckpoint(f"a tensor {list(tensor.shape)} is not contiguous; save it with .contiguous()")
+    return replace(tensor, shape=shape)
 
 
 def read_tensor(tensor: LazyTensor) -> Bytes:

@@ -10,7 +10,7 @@ from megaconv.conversion import convert as run_conversion
 from megaconv.conversion import fingerprint as fingerprint
 from megaconv.inspection import inspect as inspect
 from megaconv.layout import LayerSplit
-from megaconv.options import LoadOptions, SaveOptions
+from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
 
 
 def convert(
@@ -23,6 +23,7 @@ def convert(
     pp: int | None = None,
     vpp: int | None = None,
     layer_split: tuple[int, ...] | None = None,
+    checkpoint_type: str | None = None,
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
     dtype: str | None = None,
@@ -39,10 +40,11 @@ def convert(
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
     """
     split = LayerSplit(layers=layer_split)
+    read_type, written_type = checkpoint_types(checkpoint_type, saver)
     options = ConvertOptions(
-        loader=loader,
-        load=LoadOptions(Path(config) if config else None, true_vocab_size),
-        save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, **save_options),
+        loader=loader or ("llama_mistral" if read_type else None),
+        load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
+        save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
         dtype=dtype, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
     )  # fmt: skip
     return run_conversion(load_dir, save_dir, saver, options)

@@ -2,12 +2,12 @@
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
 from megaconv.errors import TensorMismatch
 from megaconv.ir import Key
 from megaconv.table import NativeTensor, Region
@@ -34,9 +34,42 @@ class Part:
 
     def read_into(self, wanted: Box, out: Bytes) -> None:
         """wanted: inside this part's box."""
-        box = self.region.box
-        row, col = self.region.row + wanted.row0 - box.row0, wanted.col0 - box.col0
-        self.source.read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
+        down, right = wanted.row0 - self.region.box.row0, wanted.col0 - self.region.box.col0
+        if self.region.pairs:
+            for part, row in paired_rows(self.region.pairs, down, down + wanted.rows):
+                self._read_pairs(part, row, wanted, out[part.start - down : part.stop - down])
+            return
+        if self.region.row_step > 1:
+            self._read_apart(down, right, wanted, out)
+            return
+        if not self.region.transposed:
+            row, col = self.region.row + down, self.region.col + right
+            self.source.read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
+            return
+        row, col = self.region.row + right, self.region.col + down
+        itemsize = ITEMSIZE[self.source.dtype]
+        turned = np.empty((wanted.cols, wanted.rows * itemsize), np.uint8)
+        self.source.read_into(Box(row, row + wanted.cols, col, col + wanted.rows), turned)
+        np.copyto(out, transpose(turned, itemsize))
+
+    def _read_apart(self, down: int, right: int, wanted: Box, out: Bytes) -> None:
+        """Row by row, from native rows that lie row_step apart."""
+        col = self.region.col + right
+        for index in range(wanted.rows):
+            row = self.region.row + (down + index) * self.region.row_step
+            self.source.read_into(Box(row, row + 1, col, col + wanted.cols), out[index : index + 1])
+
+    def _read_pairs(self, rows: range, row: int, wanted: Box, out: Bytes) -> None:
+        """rows: either one, or whole heads, counted from this part's first; they lie in the source from row on."""
+        col = self.region.col + wanted.col0 - self.region.box.col0
+        box = Box(self.region.row + row, self.region.row + row + len(rows), col, col + wanted.cols)
+        if len(rows) == 1:
+            self.source.read_into(box, out)
+            return
+        pairs = np.empty(out.shape, np.uint8)
+        self.source.read_into(box, pairs)
+        heads, half, row_bytes = len(rows) // self.region.pairs, self.region.pairs // 2, out.shape[1]
+        np.copyto(out.reshape(heads, 2, half, row_bytes), pairs.reshape(heads, half, 2, row_bytes).swapaxes(1, 2))
 
 
 @dataclass(frozen=True)
@@ -88,6 +121,30 @@ class Assembled:
                 _log.warning("%s: %s has other values; they are ignored", self.name, copy.description)
 
 
+def transpose(rows: Bytes, itemsize: int) -> Bytes:
+    """[rows, cols * itemsize] -> [cols, rows * itemsize], element by element; a copy."""
+    element = np.dtype((np.void, itemsize))
+    return np.ascontiguousarray(rows.view(element).T).view(np.uint8)
+
+
+def paired_rows(head_dim: int, start: int, stop: int) -> Iterator[tuple[range, int]]:
+    """(rows, their first row in the native tensor) of rows start to stop of a region of pairs, in order.
+
+    Whole heads come in one range, which is a permutation of as many native rows; others row by row.
+    """
+    whole = range(-(-start // head_dim) * head_dim, stop // head_dim * head_dim) or range(stop, stop)
+    yield from ((range(row, row + 1), _paired_row(head_dim, row)) for row in range(start, whole.start))
+    if whole:
+        yield whole, whole.start
+    yield from ((range(row, row + 1), _paired_row(head_dim, row)) for row in range(whole.stop, stop))
+
+
+def _paired_row(head_dim: int, row: int) -> int:
+    head, inner = divmod(row, head_dim)
+    half, index = divmod(inner, head_dim // 2)
+    return head * head_dim + 2 * index + half
+
+
 def overlap(left: Box, right: Box) -> Box | None:
     """The rectangle that two have in common."""
     row0, row1 = max(left.row0, right.row0), min(left.row1, right.row1)
@@ -123,8 +180,9 @@ def assemble(shapes: Mapping[str, Shape], placed: Iterable[Placed], *, strict: b
     for item in placed:
         check_shape(item)
         again = item.native.tied_copy or (item.native.replicated and any(name in parts for name in item.native.parts))
+        tensor = item.tensor if item.native.view is None else reshaped(item.tensor, item.native.view)
         for name, regions in item.native.parts.items():
-            found = [Part(region, item.tensor) for region in regions]
+            found = [Part(region, tensor) for region in regions]
             if again:
                 copies.setdefault(name, []).extend(
                     Copy(part, f"the copy {item.native.name} in {item.where}", strict) for part in found

@@ -1,9 +1,10 @@
 """The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype it was announced."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 from formats.tensor import LazyTensor
-from megaconv.errors import TensorMismatch
+from megaconv.errors import CorruptCheckpoint, TensorMismatch
 from megaconv.ir import Key, TensorInfo
 
 _LISTED = 8
@@ -43,6 +44,15 @@ class Ledger:
             raise TensorMismatch(f"the loader ended without {len(missing)} tensors of its manifest: {listing(missing)}")
         if count != len(self._manifest):
             raise TensorMismatch(f"the loader says that it sent {count} tensors, {len(self._manifest)} came")
+
+
+@contextmanager
+def well_formed(where: str) -> Iterator[None]:
+    """Metadata with values of a wrong kind raise CorruptCheckpoint, whatever they lead to."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: has a value of a wrong kind ({type(error).__name__}: {error})") from error
 
 
 def same_names(expected: Collection[str], found: Collection[str], where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from megaconv import command_options as opt
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, Interrupted
 
 app = typer.Typer(
     name="megaconv",
@@ -67,6 +67,7 @@ def convert(
     layout_string: opt.LayoutString = None,
     ckpt_format: opt.CkptFormat = "torch",
     transformer_impl: opt.TransformerImpl = "transformer_engine",
+    grouped_experts: opt.Grouped = False,
     config: Config = None,
     dtype: opt.Dtype = None,
     bf16: opt.Bf16 = False,
@@ -74,6 +75,7 @@ def convert(
     vocab_divisor: opt.VocabDivisor = None,
     vocab_padding: opt.VocabPadding = "repeat",
     true_vocab_size: TrueVocab = None,
+    checkpoint_type: opt.CheckpointType = None,
     max_shard_size: opt.MaxShardSize = "5GB",
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
@@ -85,7 +87,6 @@ def convert(
     overwrite: opt.Overwrite = False,
     as_json: Json = False,
     model_type: opt.ModelType = None,
-    checkpoint_type: opt.CheckpointType = None,
     ignored: opt.Ignored = None,
     ignored_flags: opt.IgnoredFlag = False,
 ) -> None:
@@ -93,21 +94,24 @@ def convert(
 
     The output appears at --save-dir complete or not at all. Sizes that are left out stay as the source has them.
     """
-    opt.check_model_type(model_type, checkpoint_type)
+    opt.check_model_type(model_type)
     from megaconv.conversion import ConvertOptions
     from megaconv.layout import LayerSplit
-    from megaconv.options import LoadOptions, SaveOptions
+    from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
 
+    read_type, written_type = checkpoint_types(checkpoint_type, saver)
     split = LayerSplit(
         opt.numbers(layer_split), first_layers, last_layers, account_for_embedding, account_for_loss, layout_string
     )
     save = SaveOptions(
-        tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl, vocab_divisor=vocab_divisor,
+        tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
+        grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
         vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format,
-        allow_lossy=tuple(allow_lossy or ()),
+        allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type,
     )  # fmt: skip
     options = ConvertOptions(
-        loader=loader, load=LoadOptions(config, true_vocab_size), save=save, dtype=opt.one_dtype(dtype, bf16, fp16),
+        loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
+        dtype=opt.one_dtype(dtype, bf16, fp16),
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
     )  # fmt: skip
     if dry_run:
@@ -121,8 +125,11 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
     from megaconv.inspection import readable
     from megaconv.progress import Progress
 
-    with Progress("converting", lambda: _size(load_dir, options.load)) as progress:
-        report = run(load_dir, save_dir, saver, options, progress.advance)
+    try:
+        with Progress("converting", lambda: _size(load_dir, options.load)) as progress:
+            report = run(load_dir, save_dir, saver, options, progress.advance)
+    except Interrupted:
+        raise Interrupted("give --resume again to go on" if options.resume else "") from None
     if as_json:
         _print_json(report.to_json())
         return
@@ -226,26 +233,42 @@ def _print_diff(found: Any) -> None:
         print(f"  configuration: {name} is {left!r} in A, {right!r} in B")
 
 
-@app.command()
+@app.command(epilog="Example: megaconv formats --json | jq .matrix.llama")
 def formats(as_json: Json = False) -> None:
-    """List the formats, savers and model families that are known."""
+    """List the loaders and savers that are known, and which model family can be read and written in which naming."""
     from megaconv import registry
-    from megaconv.families import families
 
     loaders = {name: registry.loader(name).DESCRIPTION for name in registry.names("loaders")}
     savers = {name: registry.saver(name).DESCRIPTION for name in registry.names("savers")}
-    known = {name: list(family.architectures) for name, family in families().items()}
+    known, matrix = _families()
     if as_json:
-        _print_json({"loaders": loaders, "savers": savers, "families": known})
+        _print_json({"loaders": loaders, "savers": savers, "families": known, "matrix": matrix})
         return
-    for title, entries in (
-        ("loaders", loaders),
-        ("savers", savers),
-        ("families", {name: ", ".join(words) for name, words in known.items()}),
-    ):
+    for title, entries in (("loaders", loaders), ("savers", savers)):
         print(title)
         for name, text in entries.items():
-            print(f"  {name:<8} {text}")
+            print(f"  {name:<13} {text}")
+    print("families      " + "".join(f"{naming:<12}" for naming in NAMINGS_SHOWN))
+    for name, cells in matrix.items():
+        words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS_SHOWN)
+        print(f"  {name:<11} {''.join(words)} {', '.join(known[name])}")
+
+
+NAMINGS_SHOWN = ("hf", "core", "legacy", "meta")
+"""Every naming that is read is written too."""
+
+
+def _families() -> tuple[dict[str, list[str]], dict[str, dict[str, bool]]]:
+    """(classes of transformers, whether each naming has words) of every family; from the tables themselves."""
+    from megaconv.families import families
+    from megaconv.table import expressible
+
+    known = {name: list(family.architectures) for name, family in families().items()}
+    matrix = {
+        name: {naming: expressible(family.rows, naming, family.features) for naming in NAMINGS_SHOWN}
+        for name, family in families().items()
+    }
+    return known, matrix
 
 
 @app.command()
@@ -270,23 +293,27 @@ def _print_json(document: Any) -> None:
     print(json.dumps(document, indent=1))
 
 
-def _terminated(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+def _interrupt(signum: int, frame: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # impatience must not disturb the cleaning up
+    raise Interrupted
 
 
 def main() -> None:
     """The entry point: turns errors into one line and an exit status."""
     import logging
 
-    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s".lower(), level=logging.WARNING, stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _terminated)
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         app()
     except CheckpointError as error:
         print(f"megaconv: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        print("megaconv: interrupted; nothing was left behind", file=sys.stderr)
+    except Interrupted as interrupted:
+        print(f"megaconv: interrupted; {str(interrupted) or 'nothing was left behind'}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()

@@ -29,7 +29,10 @@ LoadDir = Annotated[
 SaveDir = Annotated[
     Path, typer.Option("--save-dir", "--save", help="Output directory; must not exist yet, or be empty.")
 ]
-Saver = Annotated[str, typer.Option("--saver", help="What to write: core or hf (`megaconv formats` lists all).")]
+Saver = Annotated[
+    str,
+    typer.Option("--saver", help="What to write: core, legacy, hf or llama_mistral (`megaconv formats` lists all)."),
+]
 Loader = Annotated[str | None, typer.Option("--loader", help="What to read; found out from the files when left out.")]
 
 Tp = Annotated[
@@ -83,6 +86,12 @@ TransformerImpl = Annotated[
         "--transformer-impl", "--saver-transformer-impl", help="Names of a core output: transformer_engine or local."
     ),
 ]
+Grouped = Annotated[
+    bool,
+    typer.Option(
+        "--moe-grouped-gemm", help="Store experts as Transformer Engine's grouped layer does, not each as a module."
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; left out, every bit stays."),
@@ -98,6 +107,13 @@ VocabDivisor = Annotated[
 VocabPadding = Annotated[
     str,
     typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again) or `zero`."),
+]
+CheckpointType = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-type",
+        help="What llama_mistral writes, meta or mistral, or else reads: hf, meta or mistral; found out when left out.",
+    ),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
 Release = Annotated[
@@ -135,7 +151,6 @@ Overwrite = Annotated[
 Bf16 = Annotated[bool, typer.Option("--bf16", hidden=True)]
 Fp16 = Annotated[bool, typer.Option("--fp16", hidden=True)]
 ModelType = Annotated[str | None, typer.Option("--model-type", hidden=True)]
-CheckpointType = Annotated[str | None, typer.Option("--checkpoint-type", hidden=True)]
 Ignored = Annotated[
     list[str] | None,
     typer.Option(
@@ -183,9 +198,7 @@ def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:
     return asked[0] if asked else None
 
 
-def check_model_type(model_type: str | None, checkpoint_type: str | None) -> None:
+def check_model_type(model_type: str | None) -> None:
     """Raises UsageError for what can't be read."""
     if model_type not in (None, "GPT"):
         raise UsageError(f"--model-type {model_type}: only GPT (decoder-only) models are known")
-    if checkpoint_type not in (None, "hf"):
-        raise UsageError(f"--checkpoint-type {checkpoint_type}: only hf is known")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,21 @@ class Diff:
             "same": self.same,
             "tensors": self.tensors,
             "differences": [
-                {"tensor": str(item.key), "kind": item.kind, "detail": item.detail, "max_abs": item.max_abs}
+                {
+                    "tensor": str(item.key),
+                    "kind": item.kind,
+                    "detail": item.detail,
+                    "max_abs": _json_number(item.max_abs),
+                }
                 for item in self.differences
             ],
             "config": [{"field": name, "a": left, "b": right} for name, left, right in self.config],
         }
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """JSON has no infinity."""
+    return value if value is None or isfinite(value) else str(value)
 
 
 def diff_sources(

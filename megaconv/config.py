@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any
+
+from megaconv.errors import CorruptCheckpoint
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,16 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = None
     """As Hugging Face spells it, with `rope_type`; None when positions are not scaled."""
+    positions: str = "rope"
+    """How a token's place is told: `rope`, or `learned` (a table of max_positions rows)."""
+    normalization: str = "RMSNorm"
+    """`RMSNorm`, or `LayerNorm`, which has biases."""
+    activation: str = "silu"
+    """Of the MLP: `silu`, `gelu` (exact) or `gelu_tanh` (its approximation)."""
+    gated: bool = True
+    """Whether the MLP multiplies what its activation gives with a second projection."""
+    rotary_percent: float = 1.0
+    """The part of a head, from its first element on, that rotates."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -31,6 +44,28 @@ class ModelConfig:
     """Number of positions that a token attends to, itself included; None for all."""
     windowed_layers: tuple[int, ...] | None = None
     """Layers with the sliding window, if not all of them have it."""
+    experts: int = 0
+    """Routed experts of each mixture-of-experts layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """Width of one routed expert."""
+    moe_layers: tuple[int, ...] | None = None
+    """Layers with experts, if not all of them have any."""
+    shared_ffn: int = 0
+    """Width of the expert that every token passes; 0 without one."""
+    shared_gate: bool = False
+    """Whether a gate scales what the shared expert gives."""
+    router_score: str = "softmax"
+    """What turns router logits into weights: `softmax` or `sigmoid`."""
+    renormalize: bool = True
+    """Whether the weights of the experts that were chosen are made to sum up to 1."""
+    router_scale: float | None = None
+    """A factor on those weights."""
+    router_groups: int | None = None
+    router_group_topk: int | None = None
+    """Experts are chosen from the best router_group_topk of router_groups groups; None without groups."""
+    router_bias: bool = False
+    """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
     dtype: str = "bfloat16"
     """What most of the weights are stored in: read off the tensors."""
     bos_token_id: int | None = None
@@ -39,16 +74,33 @@ class ModelConfig:
     hf: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """The model's own config.json, word for word, where it is known."""
 
-    @property
-    def untied(self) -> bool:
-        return not self.tie_embeddings
+    def __post_init__(self) -> None:
+        """Raises CorruptCheckpoint for values that no model has."""
+        for name in ("layers", *SIZES):
+            value, least = getattr(self, name), 0 if name in ("experts", "moe_ffn", "shared_ffn") else 1
+            if type(value) is not int or value < least:
+                raise CorruptCheckpoint(f"the model's {name} should be a positive number, found {value!r}")
+        for name in ("norm_epsilon", "rope_theta", "rotary_percent"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not isfinite(value):
+                raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r}")
+        if self.experts and not (self.moe_ffn and 0 < self.experts_per_token <= self.experts):
+            what = f"{self.experts_per_token} of {self.experts} experts of width {self.moe_ffn}"
+            raise CorruptCheckpoint(f"the model can't have {what} for each token")
+
+    def has(self, features: str, layer: int) -> bool:
+        """Whether a layer has all of these features (`moe shared_ffn`): fields, or those derived below."""
+        is_moe = self.experts > 0 and (self.moe_layers is None or layer in self.moe_layers)
+        derived = {"moe": is_moe, "dense": not is_moe, "untied": not self.tie_embeddings}
+        derived |= {"norm_bias": self.normalization == "LayerNorm", "learned": self.positions == "learned"}
+        return all(derived[name] if name in derived else bool(getattr(self, name)) for name in features.split())
 
     def sizes(self) -> dict[str, int]:
         """The sizes that shapes are written in."""
         return {name: getattr(self, name) for name in SIZES}
 
 
-SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions", "experts", "moe_ffn", "shared_ffn")
 STRUCTURE = (
     "layers",
     "hidden",
@@ -61,6 +113,10 @@ STRUCTURE = (
     "o_bias",
     "mlp_bias",
     "qk_norm",
+    "experts",
+    "moe_layers",
+    "shared_gate",
+    "router_bias",
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
 

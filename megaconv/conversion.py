@@ -6,22 +6,23 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from formats.staging import Staging
+from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.cast import CastSource, dtype_name
-from megaconv.errors import Cancelled, ModelsDiffer
+from megaconv.errors import Cancelled, Interrupted, ModelsDiffer, UsageError
 from megaconv.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.hub import resolve
-from megaconv.ir import Header, Source
+from megaconv.ir import Header, Key, Source
 from megaconv.options import LoadOptions, SaveOptions
 from megaconv.plan import OutputPlan, block_bytes, memory_needed
-from megaconv.stream import Stream
+from megaconv.stream import Stream, as_lazy
 from megaconv.transfer import Transfer
 
 RECORD_NAME = "megaconv.json"
@@ -95,7 +96,22 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
         if loader and path.exists()
         else registry.detect(path)
     )
-    return name, found.open(path, options or LoadOptions())
+    return name, LazySource(found.open(path, options or LoadOptions()))
+
+
+@dataclass(frozen=True)
+class LazySource:
+    """A source whose plain arrays, which a plugin may hand over, are lazy tensors too."""
+
+    source: Source
+
+    @property
+    def header(self) -> Header:
+        return self.source.header
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        for key, tensor in self.source.tensors():
+            yield key, as_lazy(tensor)
 
 
 def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Report]:
@@ -120,6 +136,8 @@ def convert(
     """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError."""
     started = time.monotonic()
     staging = Staging(Path(save_dir), overwrite=options.overwrite)
+    if staging.target in Path(os.path.realpath(resolve(str(load_dir)))).parents:
+        raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
     source, report = prepare(load_dir, save_dir, saver, options)
     if not options.resume:
         staging.require_space(report.nbytes)
@@ -133,7 +151,7 @@ def convert(
         staging.commit()
     except BaseException as error:
         # An interrupted run is worth keeping only for somebody who said that they'd resume it.
-        if options.resume and isinstance(error, KeyboardInterrupt):
+        if options.resume and isinstance(error, (Interrupted, KeyboardInterrupt)):
             staging.keep()
         else:
             staging.discard()

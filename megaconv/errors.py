@@ -6,6 +6,7 @@ __all__ = [
     "Cancelled",
     "CheckpointError",
     "CorruptCheckpoint",
+    "Interrupted",
     "LayoutError",
     "ModelsDiffer",
     "NotEnoughSpace",
@@ -59,6 +60,10 @@ class ModelsDiffer(CheckpointError):
     """Two checkpoints that were claimed to hold the same model do not."""
 
     exit_status = 4
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. No KeyboardInterrupt, which Typer would turn into a silent exit."""
 
 
 class Cancelled(CheckpointError):

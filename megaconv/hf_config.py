@@ -14,6 +14,10 @@ from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 
 CONFIG_NAME = "config.json"
 
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
+"""What each kind of rope scaling needs."""
+
 
 def load_config(path: Path) -> dict[str, Any]:
     """Raises CorruptCheckpoint when the file is not a JSON object."""
@@ -21,7 +25,7 @@ def load_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
     if not isinstance(config, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(config).__name__}")
@@ -35,11 +39,19 @@ def read_decoder(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any
     features: fields of ModelConfig that the family decides itself.
     """
     _refuse_unsupported(raw)
+    if "rotary_percent" not in features and rotary_percent(raw, 1.0) != 1.0:
+        raise NotExpressible(
+            f"{CONFIG_NAME}: partial_rotary_factor {rotary_percent(raw, 1.0)} is not known in this architecture"
+        )
     hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    kv_heads = raw.get("num_key_value_heads") or defaults.get("num_key_value_heads") or heads
+    said = {"num_key_value_heads": defaults.get("num_key_value_heads"), **raw}
+    kv_heads = heads if said["num_key_value_heads"] is None else _size(said, "num_key_value_heads")
+    if heads % kv_heads:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: num_key_value_heads {kv_heads} doesn't divide num_attention_heads {heads}"
+        )
     head_dim = raw.get("head_dim") or defaults.get("head_dim") or hidden // heads
     theta, scaling = _rope(raw, defaults.get("rope_theta", 10000.0))
-    eos = raw.get("eos_token_id")
     return ModelConfig(
         family=family,
         layers=_size(raw, "num_hidden_layers"),
@@ -48,19 +60,37 @@ def read_decoder(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=_size(raw, "intermediate_size"),
-        vocab=_size(raw, "vocab_size"),
         max_positions=raw.get("max_position_embeddings") or defaults["max_position_embeddings"],
-        norm_epsilon=raw.get("rms_norm_eps", 1e-6),
+        norm_epsilon=_number(raw, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-        pad_token_id=raw.get("pad_token_id"),
-        hf=dict(raw),
+        **read_hf_common(
+            {"bos_token_id": defaults.get("bos_token_id"), "eos_token_id": defaults.get("eos_token_id"), **raw},
+            tied=False,
+        )
+        | {"hf": dict(raw)},
         **features,
     )
+
+
+def read_hf_common(raw: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+    """What all architectures say in the same words, as fields of ModelConfig; tied: whether the head is, unless told."""
+    eos = raw.get("eos_token_id")
+    return {
+        "vocab": _size(raw, "vocab_size"),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", tied)),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
+        "pad_token_id": raw.get("pad_token_id"),
+        "hf": dict(raw),
+    }
+
+
+def rotary_percent(raw: Mapping[str, Any], default: float) -> float:
+    """The part of each head that rotates, in either transformers' words."""
+    found = (raw.get("rope_parameters") or {}).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    return float(default if found is None else found)
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:
@@ -68,6 +98,13 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a positive number, found {value!r}")
     return value
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    value = raw.get(key, default)
+    if type(value) not in (int, float):
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r}")
+    return float(value)
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
@@ -80,21 +117,26 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise NotExpressible(
             f"{CONFIG_NAME}: the weights are quantized ({method}); convert an unquantized copy of the model"
         )
-    if raw.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise NotExpressible(
-            f"{CONFIG_NAME}: partial_rotary_factor {raw['partial_rotary_factor']} is not known in this architecture"
-        )
 
 
 def _rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling or None) from either transformers' words."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be an object, found {raw[key]!r}")
     parameters = dict(raw.get("rope_parameters") or {})
     scaling = dict(raw.get("rope_scaling") or {}) or parameters
-    theta = parameters.get("rope_theta", raw.get("rope_theta", default_theta))
+    theta = _number({**raw, **parameters}, "rope_theta", default_theta)
     kind = scaling.pop("type", None)
     scaling["rope_type"] = scaling.get("rope_type") or kind or "default"
     scaling.pop("rope_theta", None)
-    return float(theta), None if scaling["rope_type"] == "default" else scaling
+    scaling.pop("partial_rotary_factor", None)
+    for name in _SCALING.get(scaling["rope_type"], ()):
+        if type(scaling.get(name)) not in (int, float):
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: rope scaling {scaling['rope_type']} has no number {name}: {scaling}"
+            )
+    return theta, None if scaling["rope_type"] == "default" else scaling
 
 
 def write_decoder(config: ModelConfig, architecture: str, model_type: str, **features: Any) -> dict[str, Any]:
@@ -146,9 +188,12 @@ def windowed_layers(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Layers with a sliding window, by layer_types or Qwen's max_window_layers; None where all layers have it."""
     layers = _size(raw, "num_hidden_layers")
     if raw.get("layer_types"):
+        if len(raw["layer_types"]) != layers:
+            listed = len(raw["layer_types"])
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {listed} layers, the model has {layers}")
         found = tuple(index for index, kind in enumerate(raw["layer_types"]) if kind == "sliding_attention")
     else:
-        found = tuple(range(raw.get("max_window_layers", 0), layers))
+        found = tuple(range(raw.get("max_window_layers") or 0, layers))
     return None if len(found) == layers else found
 
 
@@ -158,6 +203,6 @@ def config_json(config: ModelConfig, written: Mapping[str, Any]) -> bytes:
     if config.hf is not None:
         merged = dict(config.hf)
         key = "dtype" if "dtype" in merged else "torch_dtype"
-        merged[key] = config.dtype
+        merged |= {key: config.dtype, "vocab_size": config.vocab}
         merged.setdefault("architectures", written["architectures"])
     return (json.dumps(merged, indent=2, ensure_ascii=False) + "\n").encode()

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from megaconv.errors import CheckpointError, UnknownFormat
 
@@ -43,16 +44,19 @@ def _download(place: str, name: str, revision: str | None) -> Path:
 
     both = "" if place.startswith(_SCHEME) else f"there is no path {place!r} here, and "
     try:
-        files = HfApi().list_repo_files(name, revision=revision)
+        # One request, without the retries that a listing has: a Hub that isn't there is told of at once.
+        found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
+        files = [sibling.rfilename for sibling in found.siblings or ()]
         # Where both are there, the safetensors files are the ones that will be read.
         skip = ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=[*skip, "*/*"])
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # the client's network errors have no class in common with its own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         try:
-            return Path(snapshot_download(name, revision=revision, local_files_only=True))
+            kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", "*/*"]}
+            return Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
             raise CheckpointError(
                 f"{place}: {both}the model can't be had from the Hugging Face Hub: {reason}"

@@ -67,6 +67,12 @@ class LayerSplit:
     pattern: str | None = None
     """Megatron's pipeline_model_parallel_layout string, such as `Et*3|(tt|)*2,tL`."""
 
+    def stages(self) -> int | None:
+        """How many stages are listed; None where only a rule is given."""
+        if self.layers is not None:
+            return len(self.layers)
+        return len(parse_pattern(self.pattern)) if self.pattern is not None else None
+
 
 def divide(total: int, parts: int, what: str, over: str) -> int:
     """total / parts. Raises LayoutError naming the dimension, its value and the rank count."""
@@ -87,7 +93,7 @@ def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int
     ways = [
         split.layers,
         split.pattern,
-        split.first or split.last,
+        split.first is not None or split.last is not None,
         split.account_for_embedding or split.account_for_loss,
     ]
     if sum(bool(way) for way in ways) > 1:
@@ -170,7 +176,7 @@ def split_arguments(layout: Layout) -> dict[str, Any]:
     if len(set(stages)) == 1:
         arguments["num_layers_per_virtual_pipeline_stage"] = stages[0] if layout.vpp > 1 else None
         return arguments
-    if layout.vpp == 1:
+    if layout.vpp == 1 and 0 not in stages:  # Megatron wants a layer on each end and in the middle
         for first, last in ((stages[0], None), (None, stages[-1]), (stages[0], stages[-1])):
             try:
                 same = _first_last(layers, layout.pp, 1, first, last) == stages

@@ -24,21 +24,27 @@ def to_arguments(
     training: TrainingState,
     *,
     transformer_impl: str,
+    grouped_experts: bool,
     vocab_divisor: int,
     padded_vocab: int,
     allow_lossy: bool = False,
+    legacy: bool = False,
 ) -> dict[str, Any]:
-    """All arguments by name; dtypes as names. Raises NotExpressible for what Megatron has no words for."""
+    """All arguments by name; dtypes as names. legacy: for the models before core.
+
+    Raises NotExpressible for what Megatron has no words for.
+    """
     if config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
         raise NotExpressible(
-            "Megatron core has biases on all linear layers, on q, k and v only, or on none; this model has another set"
+            "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set"
         )
     return (
         _architecture(config)
+        | _experts(config, grouped_experts)
         | _positions(config, allow_lossy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
-        | _training(config, training, transformer_impl)
+        | _training(config, training, transformer_impl, legacy)
     )
 
 
@@ -54,7 +60,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "group_query_attention": grouped,
         "num_query_groups": config.kv_heads if grouped else 1,
         "kv_channels": config.head_dim,
-        "normalization": "RMSNorm",
+        "normalization": config.normalization,
         "norm_epsilon": config.norm_epsilon,
         "layernorm_epsilon": config.norm_epsilon,
         "apply_layernorm_1p": False,
@@ -62,18 +68,44 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": config.mlp_bias,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
-        "swiglu": True,
+        "swiglu": config.gated and config.activation == "silu",
         "squared_relu": False,
         "openai_gelu": False,
-        "bias_gelu_fusion": False,
+        # The fused kernel computes the approximation: in Megatron this flag is part of what the model is.
+        "bias_gelu_fusion": config.activation == "gelu_tanh",
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "multi_latent_attention": False,
-        "num_experts": None,
         "bert_binary_head": False,
         "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
         "window_attn_skip_freq": _window_pattern(config),
+    }
+
+
+def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
+    if config.router_score == "sigmoid" and not config.renormalize:
+        raise NotExpressible("Megatron's sigmoid router makes the experts' weights sum up to 1, this model's doesn't")
+    if not config.experts:
+        return {"num_experts": None, "moe_grouped_gemm": False, "moe_use_legacy_grouped_gemm": False}
+    with_experts = [int(config.has("moe", layer)) for layer in range(config.layers)]
+    return {
+        "num_experts": config.experts,
+        "moe_ffn_hidden_size": config.moe_ffn,
+        "moe_layer_freq": 1 if all(with_experts) else with_experts,
+        "moe_grouped_gemm": grouped,
+        "moe_use_legacy_grouped_gemm": False,
+        "moe_router_topk": config.experts_per_token,
+        "moe_router_score_function": config.router_score,
+        "moe_router_pre_softmax": config.router_score == "softmax" and not config.renormalize,
+        "moe_router_topk_scaling_factor": config.router_scale,
+        "moe_router_enable_expert_bias": config.router_bias,
+        "moe_router_num_groups": config.router_groups,
+        "moe_router_group_topk": config.router_group_topk,
+        "moe_shared_expert_intermediate_size": config.shared_ffn or None,
+        "moe_shared_expert_gate": config.shared_gate,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_extended_tp": False,
     }
 
 
@@ -89,11 +121,11 @@ def _positions(config: ModelConfig, allow_lossy: bool) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "seq_length": config.max_positions,
         "encoder_seq_length": config.max_positions,
-        "position_embedding_type": "rope",
+        "position_embedding_type": "rope" if config.positions == "rope" else "learned_absolute",
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
         "rotary_base": theta,
-        "rotary_percent": 1.0,
+        "rotary_percent": config.rotary_percent,
         "rotary_interleaved": False,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
@@ -136,7 +168,7 @@ def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp if layout.ep > 1 else layout.tp,
+        "expert_tensor_parallel_size": layout.etp if config.experts else layout.tp,
         "context_parallel_size": 1,
         "data_parallel_size": layout.ep,
         "world_size": layout.tp * layout.pp * layout.ep,
@@ -145,14 +177,14 @@ def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _training(config: ModelConfig, training: TrainingState, transformer_impl: str) -> dict[str, Any]:
+def _training(config: ModelConfig, training: TrainingState, transformer_impl: str, legacy: bool) -> dict[str, Any]:
     return {
         "fp16": config.dtype == "float16",
         "bf16": config.dtype == "bfloat16",
         "params_dtype": config.dtype,
         "transformer_impl": transformer_impl,
-        "use_legacy_models": False,
-        "use_mcore_models": True,
+        "use_legacy_models": legacy,
+        "use_mcore_models": not legacy,
         "ckpt_format": "torch",
         "iteration": training.iteration or 0,
         "consumed_train_samples": training.consumed_train_samples,
@@ -170,7 +202,7 @@ def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
     found: what the tensors say, as fields of ModelConfig; it wins over args, which some tools write wrongly.
     Raises CorruptCheckpoint where args lack something that tensors can't tell, UnknownFamily for what isn't Llama-like.
     """
-    _require_decoder(args)
+    _require_known(args)
     heads = _need(args, "num_attention_heads")
     grouped = getattr(args, "group_query_attention", False)
     window, pattern = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
@@ -179,11 +211,17 @@ def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
         "kv_heads": _need(args, "num_query_groups") if grouped else heads,
         "head_dim": getattr(args, "kv_channels", None) or _need(args, "hidden_size") // heads,
         "max_positions": _need(args, "max_position_embeddings"),
+        "positions": "rope" if getattr(args, "position_embedding_type", "rope") == "rope" else "learned",
+        "normalization": getattr(args, "normalization", "RMSNorm"),
+        "activation": _read_activation(args, found["gated"]),
         "norm_epsilon": _first(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
         "rope_theta": float(getattr(args, "rotary_base", 10000)),
         "rope_scaling": _read_scaling(args),
+        "rotary_percent": float(getattr(args, "rotary_percent", 1.0)),
         "sliding_window": window[0] + 1 if window and window[0] >= 0 else None,
     }
+    if found.get("experts"):
+        fields |= _read_experts(args, found["layers"])
     if fields["sliding_window"] and pattern is not None:
         layers = range(found["layers"])
         windowed = [
@@ -191,10 +229,39 @@ def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
         ]
         fields["windowed_layers"] = tuple(windowed) if len(windowed) < len(layers) else None
     fields |= found
-    return ModelConfig(family=_family(fields), **fields)
+    family = _family(fields)
+    if family != "glm4_moe" and fields["rotary_percent"] != 1.0:
+        raise UnknownFamily(
+            f"the checkpoint's rotary_percent is {fields['rotary_percent']}, which no family has that it could be of"
+        )
+    return ModelConfig(family=family, **fields)
+
+
+def _read_experts(args: Namespace, layers: int) -> dict[str, Any]:
+    score = getattr(args, "moe_router_score_function", "softmax")
+    return {
+        "experts_per_token": _need(args, "moe_router_topk"),
+        "moe_ffn": getattr(args, "moe_ffn_hidden_size", None) or _need(args, "ffn_hidden_size"),
+        "shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+        "router_score": score,
+        "renormalize": score != "softmax" or not getattr(args, "moe_router_pre_softmax", False),
+        "router_scale": getattr(args, "moe_router_topk_scaling_factor", None),
+        "router_groups": getattr(args, "moe_router_num_groups", None),
+        "router_group_topk": getattr(args, "moe_router_group_topk", None),
+    }
 
 
 def _family(fields: Mapping[str, Any]) -> str:
+    llama_like = (
+        fields["positions"] == "rope" and fields["normalization"] == "RMSNorm" and fields["activation"] == "silu"
+    )
+    if fields.get("experts") and llama_like:
+        return _family_of_experts(fields)
+    if fields["positions"] == "learned" and fields["normalization"] == "LayerNorm" and not fields["gated"]:
+        return "gpt2"
+    if not llama_like:
+        what = ", ".join(f"{name} {fields[name]}" for name in ("positions", "normalization", "gated", "activation"))
+        raise UnknownFamily(f"the checkpoint is of no model family that we know ({what})")
     if fields.get("qk_norm"):
         return "qwen3"
     if fields.get("qkv_bias") and not fields.get("o_bias"):
@@ -202,13 +269,33 @@ def _family(fields: Mapping[str, Any]) -> str:
     return "mistral" if fields.get("sliding_window") and not fields.get("windowed_layers") else "llama"
 
 
-def _require_decoder(args: Namespace) -> None:
-    expected = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
-    for name, value in expected.items():
-        actual = getattr(args, name, value)
-        if actual != value:
+def _family_of_experts(fields: Mapping[str, Any]) -> str:
+    if fields.get("router_score") == "sigmoid":
+        return "glm4_moe"
+    if fields.get("shared_ffn"):
+        return "qwen2_moe"
+    return "qwen3_moe" if fields.get("qk_norm") else "mixtral"
+
+
+def _read_activation(args: Namespace, gated: bool) -> str:
+    if gated and getattr(args, "swiglu", True):
+        return "silu"
+    return "gelu_tanh" if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False) else "gelu"
+
+
+def _require_known(args: Namespace) -> None:
+    known = {
+        "position_embedding_type": ("rope", "learned_absolute"),
+        "normalization": ("RMSNorm", "LayerNorm"),
+        "squared_relu": (False,),
+        "rotary_interleaved": (False,),
+        "apply_residual_connection_post_layernorm": (False,),
+    }
+    for name, values in known.items():
+        actual = getattr(args, name, values[0])
+        if actual not in values:
             raise UnknownFamily(
-                f"the checkpoint's {name} is {actual!r}; the model families that we know have {value!r}"
+                f"the checkpoint's {name} is {actual!r}; the model families that we know have {' or '.join(map(repr, values))}"
             )
     if getattr(args, "layernorm_zero_centered_gamma", False) or getattr(args, "apply_layernorm_1p", False):
         raise UnknownFamily(

@@ -1,45 +1,59 @@
 """Names in Megatron core's state dictionaries that are no parameters, and the order in which its modules come."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 EXTRA_STATE = "._extra_state"
 """Transformer Engine's FP8 bookkeeping; every linear layer has an entry, empty without FP8."""
 
 NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
 
-_MODULES = (
-    "embedding.", ".input_layernorm", ".self_attention.core_attention", ".self_attention.linear_proj", ".self_attention.linear_qkv",
-    ".self_attention.q_layernorm", ".self_attention.k_layernorm", ".pre_mlp_layernorm", ".mlp.linear_fc1", ".mlp.linear_fc2",
-    "decoder.final_layernorm", "output_layer",
+_ORDER = (
+    "embedding", "decoder", "output_layer", "layers", "final_layernorm", "word_embeddings", "position_embeddings",
+    "input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp",
+    "core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm",
+    "router", "gate_weight", "linear_fc1", "linear_fc2", "experts", "local_experts", "shared_experts",
+    "layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "_extra_state",
 )  # fmt: skip
-_MEMBERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "_extra_state")
+"""Modules and their members as they come in a model's own state_dict; no two that meet are the wrong way round."""
 
 
-def naming_of(names: Iterable[str]) -> str:
-    """`core` for Transformer Engine's names, `core_local` for those of Megatron's own layers."""
-    return "core" if any(name.endswith("linear_qkv.layer_norm_weight") for name in names) else "core_local"
+def naming_of(names: Collection[str]) -> str:
+    """`core` for Transformer Engine's names, `core_local` for those of Megatron's own layers; and how experts are stored."""
+    base = "core" if any(name.endswith("linear_qkv.layer_norm_weight") for name in names) else "core_local"
+    if any(name.endswith(".experts.weight1") for name in names):
+        return base + "+legacy_grouped"
+    return base + ("+grouped" if any(name.endswith(".experts.linear_fc1.weight0") for name in names) else "")
 
 
-def module_order(name: str) -> tuple[int, int, int]:
+def describe_naming(naming: str) -> str:
+    """`Transformer Engine names, grouped experts`."""
+    base, _, experts = naming.partition("+")
+    engine = "Transformer Engine" if base == "core" else "local"
+    return f"{engine} names" + (f", {experts.replace('_', ' ')} experts" if experts else "")
+
+
+def module_order(name: str, words: Sequence[str] = _ORDER) -> tuple[tuple[int, int], ...]:
     """Sorts names as a model's own state_dict lists them; optimizer state is numbered by this order."""
-    layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
-    module = next(index for index, word in enumerate(_MODULES) if word in name or name.startswith(word))
-    if module >= _MODULES.index("decoder.final_layernorm"):
-        layer = 1 << 30
-    return layer, module, _MEMBERS.index(name.rsplit(".", 1)[1])
+    return tuple(_word_order(word, words) for word in name.split("."))
 
 
-def extra_states(names: Iterable[str], *, has_head: bool) -> dict[str, bool]:
+def _word_order(word: str, words: Sequence[str]) -> tuple[int, int]:
+    if word.isdigit():
+        return 0, int(word)
+    bare = word.rstrip("0123456789")  # grouped experts: weight0, weight1 ...
+    return (words.index(word), 0) if word in words else (words.index(bare), int(word[len(bare) :]))
+
+
+def extra_states(names: Collection[str]) -> dict[str, bool]:
     """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None)."""
-    names = list(names)
-    engine = naming_of(names) == "core"
-    modules = [name.rsplit(".", 1)[0] for name in names if ".linear_" in name and name.endswith(".weight")]
-    if engine:
-        modules += [
-            module.replace("linear_proj", "core_attention") for module in modules if module.endswith("linear_proj")
-        ]
-        modules += [name.removesuffix(".weight") for name in names if name == "decoder.final_layernorm.weight"]
+    engine = naming_of(names).startswith("core+") or naming_of(names) == "core"
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".linear_" in name)
     found = {module + EXTRA_STATE: engine for module in modules}
-    if has_head:
+    if engine:
+        attention = [module for module in modules if module.endswith("linear_proj")]
+        found |= {module.replace("linear_proj", "core_attention") + EXTRA_STATE: True for module in attention}
+        norms = [name for name in names if name.endswith(("pre_mlp_layernorm.weight", "final_layernorm.weight"))]
+        found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
+    if "decoder.final_layernorm.weight" in names:
         found["output_layer" + EXTRA_STATE] = False
     return found

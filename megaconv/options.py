@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaconv.errors import UsageError
 from megaconv.layout import LayerSplit
 
 
@@ -13,6 +14,8 @@ class LoadOptions:
     config: Path | None = None
     """A Hugging Face directory whose configuration and tokenizer files complete a source that has none."""
     true_vocab_size: int | None = None
+    checkpoint_type: str | None = None
+    """What the `llama_mistral` loader reads: `hf`, `meta` or `mistral`; None: found out from the files."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
 
@@ -29,6 +32,8 @@ class SaveOptions:
     split: LayerSplit = field(default_factory=LayerSplit)
     transformer_impl: str = "transformer_engine"
     """Whose names a Megatron core output has: `transformer_engine` or `local`."""
+    grouped_experts: bool = False
+    """Store experts as Transformer Engine's grouped layer does, rather than each as a module of its own."""
     vocab_divisor: int | None = None
     vocab_padding: str = "repeat"
     """What fills padding rows: `repeat` (the last row again) or `zero`."""
@@ -39,3 +44,18 @@ class SaveOptions:
     ckpt_format: str = "torch"
     allow_lossy: tuple[str, ...] = ()
     """Features that may be left out where the target has no words for them: `rope_scaling`."""
+    checkpoint_type: str | None = None
+    """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
+
+
+CHECKPOINT_TYPES = ("hf", "meta", "mistral")
+
+
+def checkpoint_types(word: str | None, saver: str) -> tuple[str | None, str | None]:
+    """(of the input, of the output): one word is about an output of llama_mistral, else about the input.
+
+    Raises UsageError for a word that is not known.
+    """
+    if word not in (None, *CHECKPOINT_TYPES):
+        raise UsageError(f"--checkpoint-type {word}: is not known; choose one of {', '.join(CHECKPOINT_TYPES)}")
+    return (None, word) if saver == "llama_mistral" and word != "hf" else (word, None)

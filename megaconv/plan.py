@@ -46,7 +46,7 @@ class OutputPlan:
         }
         places = {
             f"{key.name}/{key.slot}": [
-                [p.file, p.record, [[*r.box, r.row, r.repeat] for r in p.regions]] for p in placements
+                [p.file, p.record, [[*r.box, r.row, r.repeat, r.pairs] for r in p.regions]] for p in placements
             ]
             for key, placements in self.placements.items()
         }

@@ -17,9 +17,9 @@ from megaconv.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions
 from megaconv.plan import OutputPlan
 
-LOADERS = ("core", "hf")
-SAVERS = ("core", "hf")
-ALIASES = {"mcore": "core", "llama_mistral": "hf"}
+LOADERS = ("core", "legacy", "hf", "llama_mistral", "mixtral_hf")
+SAVERS = ("core", "legacy", "hf", "llama_mistral")
+ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
 
@@ -30,7 +30,7 @@ class Loader(Protocol):
     """One line for `megaconv formats`."""
 
     def detect(self, path: Path) -> bool:
-        """Whether path looks like this kind; looks at names only."""
+        """Whether path looks like this kind; looks at names, and at one file's metadata where they don't tell."""
         ...
 
     def open(self, path: Path, options: LoadOptions) -> Source:
@@ -87,5 +87,6 @@ def detect(path: Path) -> tuple[str, Loader]:
             return name, found
     raise UnknownFormat(
         f"{path}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
-        "a Megatron directory latest_checkpointed_iteration.txt or mp_rank_* directories"
+        "a Megatron directory latest_checkpointed_iteration.txt or mp_rank_* directories, "
+        "a directory of Meta's or Mistral's own files params.json and consolidated.*"
     )

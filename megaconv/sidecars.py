@@ -7,7 +7,7 @@ SIDECAR_DIRECTORY = "hf"
 """Where our Megatron outputs keep them, with config.json, beside the tracker file."""
 
 _PATTERNS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json",
     "generation_config.json", "chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 _MAX_BYTES = 1 << 28

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.check import Ledger
 from megaconv.errors import Cancelled, TensorMismatch
 from megaconv.ir import Header, Key
@@ -26,12 +26,12 @@ class ArrayTensor:
     def __init__(self, array: np.ndarray[Any, Any], shape: Shape, dtype: str) -> None:
         self.shape, self.dtype = shape, dtype
         rows, _ = matrix_shape(shape)
-        self._bytes: Bytes = np.ascontiguousarray(array).view(np.uint8).reshape(rows, -1)
+        raw = np.ascontiguousarray(array).view(np.uint8)
+        self._bytes: Bytes = raw.reshape(rows, raw.size // rows if rows else 0)
         self.nbytes = self._bytes.nbytes
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        _, cols = matrix_shape(self.shape)
-        itemsize = self._bytes.shape[1] // cols if cols else 1
+        itemsize = ITEMSIZE[self.dtype]
         np.copyto(out, self._bytes[box.row0 : box.row1, box.col0 * itemsize : box.col1 * itemsize])
 
 
@@ -44,7 +44,9 @@ def as_lazy(tensor: Any) -> LazyTensor:
     if hasattr(tensor, "untyped_storage"):
         import torch
 
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = np.empty(0, np.uint8)
+        if tensor.numel():
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return ArrayTensor(raw, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     raise TensorMismatch(
         f"a {type(tensor).__name__} is no tensor: expected a lazy tensor, a numpy array or a torch tensor"

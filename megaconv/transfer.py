@@ -18,7 +18,7 @@ from isal import isal_zlib
 from formats.output import FileLayout
 from formats.staging import StagedFile, Staging
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
-from megaconv.assembled import overlap, window
+from megaconv.assembled import overlap, paired_rows, transpose, window
 from megaconv.errors import Cancelled, CheckpointError
 from megaconv.fingerprints import tensor_hasher
 from megaconv.ir import Key
@@ -74,7 +74,8 @@ class Transfer:
     ) -> None:
         """source: identifies the input's exact state, for resuming. advance: called with the bytes of each finished block."""
         self._plan, self._block_bytes, self._advance, self._staging = plan, block_bytes, advance, staging
-        entries = staging.open(plan.identity(source), resume=resume)
+        sizes = {name: layout.size for name, layout in plan.files.items()}
+        entries = staging.open(plan.identity(source), resume=resume, sizes=sizes)
         self._done = {finished.key: finished for finished in map(_Finished.from_json, entries)}
         self._unrecorded: list[_Finished] = []
         self._lock = threading.Lock()
@@ -160,18 +161,21 @@ class Transfer:
             runs.setdefault((file, record), []).append(Run(offset, nbytes, isal_zlib.crc32(bytes(nbytes))))
         for name, layout in self._plan.files.items():
             checksums = {
-                record: _total(runs.get((name, record), []), size, f"{name}: {record}")
+                record: _total(runs.get((name, record), []), size, layout.needs_checksums, f"{name}: {record}")
                 for record, (_, size) in layout.records.items()
             }
             for offset, data in layout.frame(checksums):
                 self._files[name].write(offset, data)
 
 
-def _total(runs: list[Run], size: int, what: str) -> int:
-    """CRC-32 of a whole record from those of its runs. Raises CheckpointError if they don't cover it exactly once."""
+def _total(runs: list[Run], size: int, checksummed: bool, what: str) -> int:
+    """CRC-32 of a whole record from those of its runs. Raises CheckpointError if they don't cover it exactly once.
+
+    Without checksums a run may stand for a rectangle, and only bytes are counted.
+    """
     position = crc = 0
     for run in sorted(runs):
-        if run.offset != position:
+        if checksummed and run.offset != position:
             raise CheckpointError(
                 f"{what}: bytes {min(position, run.offset)} to {max(position, run.offset)} were written twice or never; please report this"
             )
@@ -199,6 +203,14 @@ class _Buffers:
         np.copyto(gathered, rows)
         return gathered
 
+    def paired(self, rows: Bytes, head_dim: int) -> Bytes:
+        """Whole heads with their two halves as pairs of rows; overwrites what contiguous() gave."""
+        gathered = self._gather[: rows.size].reshape(rows.shape)
+        heads, half, row_bytes = len(rows) // head_dim, head_dim // 2, rows.shape[1]
+        pairs = rows.reshape(heads, 2, half, row_bytes).swapaxes(1, 2)
+        np.copyto(gathered.reshape(heads, half, 2, row_bytes), pairs)
+        return gathered
+
 
 class _Target:
     """One native tensor that a canonical tensor goes into."""
@@ -218,11 +230,34 @@ class _Target:
             wanted = overlap(region.box, box)
             if wanted is None:
                 continue
-            data = buffers.contiguous(window(block, box, wanted, self._itemsize))
-            if region.repeat > 1:
-                data = np.repeat(data, region.repeat, axis=0)
-            row, col = region.row + wanted.row0 - region.box.row0, wanted.col0 - region.box.col0
-            self._put(row * self.place.row_bytes + col * self._itemsize, data.reshape(-1))
+            data = window(block, box, wanted, self._itemsize)
+            down, right = wanted.row0 - region.box.row0, wanted.col0 - region.box.col0
+            if region.pairs:
+                for part, row in paired_rows(region.pairs, down, down + wanted.rows):
+                    rows = data[part.start - down : part.stop - down]
+                    made = rows if len(rows) == 1 else buffers.paired(rows, region.pairs)
+                    self._write(region.row + row, region.col + right, made)
+                continue
+            data = buffers.contiguous(data)
+            if region.transposed:
+                self._write(region.row + right, region.col + down, transpose(data, self._itemsize))
+            else:
+                for again in range(region.repeat):
+                    self._write(region.row + down + again, region.col + right, data)
+
+    def _write(self, row: int, col: int, data: Bytes) -> None:
+        """A rectangle: at once where it is as wide as the native tensor (or a single row), else row by row."""
+        offset = row * self.place.row_bytes + col * self._itemsize
+        if data.shape[1] == self.place.row_bytes or len(data) == 1:
+            self._put(offset, data.reshape(-1))
+            return
+        for index, line in enumerate(data):
+            if self._checksum is None:
+                self._file.write(self._base + offset + index * self.place.row_bytes, line)
+            else:
+                self._put(offset + index * self.place.row_bytes, line)
+        if self._checksum is None:
+            self.runs.append(Run(offset, data.nbytes, 0))
 
     def _put(self, offset: int, data: Bytes) -> None:
         self._file.write(self._base + offset, data)

@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from megaconv.check import well_formed
 from megaconv.config import ModelConfig
 from megaconv.errors import UnknownFamily
+from megaconv.hf_config import load_config
 from megaconv.table import Row
 
 
@@ -27,6 +30,10 @@ class Family:
     """From our configuration to a config.json that transformers 4 and 5 both understand."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of native names that hold nothing of the model."""
+    features: tuple[str, ...] = ()
+    """What every model of the family has, of that which others may have: `qk_norm`."""
+    prefix: str = ""
+    """In front of all Hugging Face names but the head's; files saved from the bare model lack it."""
 
 
 @cache
@@ -52,6 +59,14 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     raise UnknownFamily(
         f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
     )
+
+
+def read_config(path: Path) -> tuple[Family, ModelConfig]:
+    """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily."""
+    raw = load_config(path)
+    with well_formed(str(path)):
+        found = family_of_hf(raw, str(path))
+        return found, found.read_hf(raw)
 
 
 def family(name: str) -> Family:

@@ -8,7 +8,7 @@ from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
 from megaconv.hf_config import read_decoder, refuse, write_decoder
 
-_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def read_hf(raw: Mapping[str, Any]) -> ModelConfig:

@@ -14,9 +14,10 @@ _DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 def qwen_window(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Qwen's sliding window counts only when use_sliding_window says so, and only from max_window_layers on."""
     layers = windowed_layers({"max_window_layers": 28, **raw})
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None or layers == ():
+    window = raw.get("sliding_window", 4096)
+    if not raw.get("use_sliding_window") or window is None or layers == ():
         return {}
-    return {"sliding_window": raw["sliding_window"], "windowed_layers": layers}
+    return {"sliding_window": window, "windowed_layers": layers}
 
 
 def qwen_window_words(config: ModelConfig) -> dict[str, Any]:
@@ -47,4 +48,4 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
     return write_decoder(config, "Qwen2ForCausalLM", "qwen2", **qwen_window_words(config))
 
 
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", ROWS, read_hf, write_hf, IGNORED)
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", ROWS, read_hf, write_hf, IGNORED, features=("qkv_bias",))

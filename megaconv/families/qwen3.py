@@ -31,4 +31,4 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", ROWS, read_hf, write_hf, IGNORED)
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", ROWS, read_hf, write_hf, IGNORED, features=("qk_norm",))

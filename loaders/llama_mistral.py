@@ -1,0 +1,209 @@
+"""Meta's original files, and Mistral's, by the name that Megatron-LM's converter has for them.
+
+    params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: a file for every tensor-parallel rank
+    params.json, consolidated.safetensors                         Mistral: whole, or in several files with an index
+
+q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 cut the embedding by columns, Llama 3 by rows: the
+shapes tell. They tell the width of Llama's MLP and its vocabulary too, which params.json may leave open. A head is tied
+where it is missing, or equal to the embedding in every bit. What neither tells is assumed as megaconv/meta_params.py says;
+a Hugging Face directory (--config) knows better.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from formats.errors import CorruptCheckpoint
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
+from megaconv import registry
+from megaconv.assembled import Placed, assemble
+from megaconv.check import same_names
+from megaconv.config import STRUCTURE, ModelConfig
+from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
+from megaconv.families import family, read_config
+from megaconv.hf_config import CONFIG_NAME
+from megaconv.ir import Header, Key, OpenedSource, Source, describe, main_dtype
+from megaconv.layout import Chunk, Layout
+from megaconv.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
+from megaconv.options import LoadOptions
+from megaconv.plan import BLOCK_BYTES
+from megaconv.sidecars import find_sidecars
+from megaconv.table import canonical_shapes, native_tensors
+from megaconv.weight_files import read_file, read_sharded
+
+DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
+
+_SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+_WHOLE = ("consolidated.safetensors", "consolidated.safetensors.index.json")
+
+Shards = Mapping[str, Mapping[str, LazyTensor]]
+"""File name -> its tensors, in the order of tensor-parallel ranks."""
+
+
+def detect(path: Path) -> bool:
+    return (path / PARAMS_NAME).is_file() and any(path.glob("consolidated*"))
+
+
+def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
+    """Raises CheckpointError for files that are incomplete, contradict each other, or hold no plain decoder.
+
+    A directory of Hugging Face, asked for or found here, is left to `hf`.
+    """
+    if options.checkpoint_type == "hf" or (options.checkpoint_type is None and not detect(path)):
+        return registry.loader("hf").open(path, options)
+    if not (path / PARAMS_NAME).is_file():
+        what = f"has no {PARAMS_NAME}, which {KINDS.get(options.checkpoint_type or '', 'all')} files come with"
+        raise UnknownFormat(f"{path}: {what}; --checkpoint-type hf is for Hugging Face directories")
+    params = load_params(path / PARAMS_NAME)
+    kind = options.checkpoint_type or kind_of(params)
+    shards = _read_shards(path)
+    config = _configure(path, params, kind, shards, options)
+    if options.true_vocab_size not in (None, config.vocab):
+        raise UsageError(
+            f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
+        )
+    tensors = _assemble(shards, config)
+    if options.config is None and not config.tie_embeddings and _is_tied(tensors, sampled=options.metadata_only):
+        # Meta's and Mistral's code knows no tied head: the files of Llama 3.2 hold it twice.
+        config = _configure(path, params, kind, shards, options, tied=True)
+        tensors = _assemble(shards, config)
+    manifest = describe(tensors)
+    count = f"{len(shards)} shards" if len(shards) > 1 else "one file"
+    header = Header(
+        replace(config, dtype=main_dtype(manifest)),
+        manifest,
+        files=_sidecars(path, options),
+        source=f"llama_mistral, {KINDS[kind]} original files, {count}",
+    )
+    return OpenedSource(header, tensors)
+
+
+def _sidecars(path: Path, options: LoadOptions) -> Mapping[str, Path]:
+    """Meta's downloads of Llama 1 have one tokenizer beside the directories of all sizes."""
+    found = find_sidecars(options.config or path)
+    beside = path.resolve().parent / "tokenizer.model"
+    return found if found or not beside.is_file() else {beside.name: beside}
+
+
+def _read_shards(path: Path) -> Shards:
+    for name in _WHOLE:
+        if (path / name).is_file():
+            return {name: read_sharded(path / name) if name.endswith(".json") else read_file(path / name)}
+    files = {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
+    if not files:
+        raise CorruptCheckpoint(
+            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}"
+        )
+    _same_numbers(path, files, max(files) + 1)
+    return {files[number].name: read_file(files[number]) for number in sorted(files)}
+
+
+def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
+    missing = [f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files]
+    if missing:
+        raise CorruptCheckpoint(
+            f"{path}: {len(missing)} of {expected} shards are missing: {', '.join(missing[:8])}; a model needs all of them"
+        )
+
+
+# Configuration.
+
+
+def _configure(
+    path: Path, params: Mapping[str, Any], kind: str, shards: Shards, options: LoadOptions, *, tied: bool = False
+) -> ModelConfig:
+    """From params.json, or from the config.json of --config, which then has to describe the same model."""
+    first_name, first = next(iter(shards.items()))
+    found = _found(f"{path / first_name}", first, len(shards), params)
+    config = read_params(params, kind, found | {"tie_embeddings": tied or found["tie_embeddings"]}, path / PARAMS_NAME)
+    _check_count(path, shards, config)
+    if options.config is None:
+        return config
+    _, told = read_config(options.config / CONFIG_NAME)
+    for name in (*STRUCTURE, "vocab"):
+        if name != "tie_embeddings" and getattr(told, name) != getattr(config, name):
+            raise TensorMismatch(
+                f"{options.config / CONFIG_NAME}: says {name} = {getattr(told, name)}, {path} has {getattr(config, name)}; "
+                "it describes another model"
+            )
+    return told
+
+
+def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tensors of a shard say, as fields of ModelConfig."""
+
+    def shape(name: str) -> Sequence[int]:
+        if name not in shard or len(shard[name].shape) != 2:
+            raise TensorMismatch(f"{where}: has no matrix {name}; these are no files of Meta's or Mistral's")
+        return shard[name].shape
+
+    tied = "output.weight" not in shard
+    rows, cols = shape("tok_embeddings.weight")
+    by_rows = rows * count if cols == params.get("dim") else rows
+    vocab = by_rows if tied else shape("output.weight")[0] * count
+    told = params.get("vocab_size", -1)
+    ffn = shape("layers.0.feed_forward.w1.weight")[0] * count
+    return {"vocab": told if told != -1 else vocab, "ffn": ffn, "tie_embeddings": tied}
+
+
+def _check_count(path: Path, shards: Shards, config: ModelConfig) -> None:
+    """Shards at the end of the row can be missed only by the sizes of the others."""
+    name = "layers.0.attention.wq.weight"
+    query, rows = next(iter(shards.values())).get(name), config.heads * config.head_dim
+    if query is None or not query.shape or not query.shape[0] or rows % query.shape[0]:
+        return
+    expected = rows // query.shape[0]
+    if expected > len(shards):
+        _same_numbers(path, dict.fromkeys(range(len(shards)), path), expected)
+
+
+# Tensors.
+
+
+def _assemble(shards: Shards, config: ModelConfig) -> dict[Key, LazyTensor]:
+    rows = family(config.family).rows
+    return assemble(canonical_shapes(rows, config), _place(shards, config), strict=True)
+
+
+def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
+    """Every tensor of every shard in its place. Raises TensorMismatch for missing and unknown ones."""
+    embedding = next(iter(shards.values()))["tok_embeddings.weight"]
+    naming = "meta+rows" if embedding.shape[-1] == config.hidden else "meta"
+    layout, whole = Layout(tp=len(shards)), Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    table = family(config.family)
+    for rank, (where, shard) in enumerate(shards.items()):
+        found = {
+            name: tensor for name, tensor in shard.items() if not any(re.fullmatch(p, name) for p in table.ignored)
+        }
+        natives = [
+            native
+            for native in native_tensors(table.rows, config, naming, layout, rank, whole, config.vocab)
+            if not native.tied_copy or native.name in found
+        ]
+        same_names([native.name for native in natives], found, where)
+        yield from (Placed(native, found[native.name], where) for native in natives)
+
+
+def _is_tied(tensors: Mapping[Key, LazyTensor], *, sampled: bool) -> bool:
+    """Whether embedding and head are equal: three rows first, so that hardly a model that isn't tied is read further.
+
+    sampled: those rows suffice.
+    """
+    embedding, head = tensors[Key("embed.weight")], tensors[Key("head.weight")]
+    if embedding.dtype != head.dtype:
+        return False
+    rows, cols = embedding.shape
+    samples = [Box(row, row + 1, 0, cols) for row in (0, rows // 2, rows - 1)]
+    blocks = () if sampled else row_blocks(embedding.shape, embedding.dtype, BLOCK_BYTES)
+    return all(np.array_equal(_read(embedding, box), _read(head, box)) for box in chain(samples, blocks))
+
+
+def _read(tensor: LazyTensor, box: Box) -> Bytes:
+    out = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
+    tensor.read_into(box, out)
+    return out

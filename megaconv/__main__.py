@@ -1,0 +1,5 @@
+"""`python -m megaconv`."""
+
+from megaconv.cli import main
+
+main()

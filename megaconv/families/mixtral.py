@@ -1,0 +1,93 @@
+"""Mixtral: Mistral's attention, and experts in every layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.config import ModelConfig
+from megaconv.errors import NotExpressible
+from megaconv.families import Family
+from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
+from megaconv.hf_config import read_decoder, refuse, write_decoder
+from megaconv.table import Fused, Row, StackedTransposed
+
+_HF = "model.layers.{l}."
+_CORE = "decoder.layers.{l}.mlp."
+_LOCAL_EXPERT = _CORE + "experts.local_experts.{e}."
+
+MOE_NORM = Row(
+    "layers.{l}.mlp_norm.weight", ("hidden",), when="moe",
+    hf=_HF + "post_attention_layernorm.weight",
+    core="decoder.layers.{l}.pre_mlp_layernorm.weight",
+)  # fmt: skip
+
+
+def expert_rows(router: str, gate_and_up: str, down: str) -> tuple[Row, ...]:
+    """Router and routed experts, given Hugging Face's words for them."""
+    return (
+        Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
+            hf=_HF + router,
+            core=_CORE + "router.weight"),
+        Row("layers.{l}.mlp.experts.{e}.{gate|up}.weight", ("moe_ffn hidden", "moe_ffn hidden"), tp=0, when="moe",
+            hf=_HF + gate_and_up,
+            core=Fused(_LOCAL_EXPERT + "linear_fc1.weight"),
+            grouped=Fused(_CORE + "experts.linear_fc1.weight{e}"),
+            legacy_grouped=StackedTransposed(_CORE + "experts.weight1", "hidden local_experts*2*moe_ffn")),
+        Row("layers.{l}.mlp.experts.{e}.down.weight", ("hidden moe_ffn",), tp=1, when="moe",
+            hf=_HF + down,
+            core=_LOCAL_EXPERT + "linear_fc2.weight",
+            grouped=_CORE + "experts.linear_fc2.weight{e}",
+            legacy_grouped=StackedTransposed(_CORE + "experts.weight2", "local_experts*moe_ffn hidden")),
+    )  # fmt: skip
+
+
+def shared_expert_rows(fc1: str, down: str) -> tuple[Row, ...]:
+    """The expert that every token passes."""
+    return (
+        Row("layers.{l}.mlp.shared.{gate|up}.weight", ("shared_ffn hidden", "shared_ffn hidden"), tp=0, when="moe shared_ffn",
+            hf=_HF + fc1,
+            core=Fused(_CORE + "shared_experts.linear_fc1.weight")),
+        Row("layers.{l}.mlp.shared.down.weight", ("hidden shared_ffn",), tp=1, when="moe shared_ffn",
+            hf=_HF + down,
+            core=_CORE + "shared_experts.linear_fc2.weight"),
+    )  # fmt: skip
+
+
+_EXPERT = "block_sparse_moe.experts.{e}."
+_EXPERTS = expert_rows("block_sparse_moe.gate.weight", _EXPERT + "{w1|w3}.weight", _EXPERT + "w2.weight")
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *_EXPERTS, *HEAD)
+
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+
+
+def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    experts = {"experts": raw.get("num_local_experts", 8), "experts_per_token": raw.get("num_experts_per_tok", 2)}
+    window = raw.get("sliding_window")
+    return read_decoder(raw, "mixtral", _DEFAULTS, moe_ffn=raw["intermediate_size"], sliding_window=window, **experts)
+
+
+def write_hf(config: ModelConfig) -> dict[str, Any]:
+    refuse(
+        config, "MixtralForCausalLM", qkv_bias="attention biases", qk_norm="q and k norms", router_bias="a router bias"
+    )
+    refuse(
+        config,
+        "MixtralForCausalLM",
+        moe_layers="dense layers",
+        shared_ffn="a shared expert",
+        router_scale="a router scale",
+    )
+    if not config.renormalize or config.router_score != "softmax":
+        raise NotExpressible("the model's router isn't Mixtral's: a softmax over the experts that were chosen")
+    experts = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+    written = write_decoder(config, "MixtralForCausalLM", "mixtral", sliding_window=config.sliding_window, **experts)
+    return written | {"intermediate_size": config.moe_ffn}
+
+
+FAMILY = Family("mixtral", ("MixtralForCausalLM",), "mixtral", ROWS, read_hf, write_hf, IGNORED)

@@ -1,0 +1,74 @@
+"""Names in Megatron's models before core: nested dictionaries in files, one name with dots here, old spellings made new.
+
+    {"language_model": {"embedding": {"word_embeddings": {"weight": ...}},
+                        "encoder": {"layers.0.input_norm.weight": ..., "final_norm.weight": ...},
+                        "output_layer": {"weight": ..., "_extra_state": None}},        (untied models)
+     "word_embeddings_for_head": {"weight": ...}}                          (tied ones, on the last of several stages)
+
+Releases before 2.5 say `transformer` for `encoder` and `attention` for `self_attention`, those before core 0.4
+`layernorm` for `norm`; the oldest have flat names where later ones nest. Source: megatron/legacy/model of Megatron-LM.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megaconv.megatron_names import EXTRA_STATE, module_order
+
+MODEL = "language_model"
+_BLOCK = "encoder"
+_DEEPEST = 4
+"""Dictionaries inside each other."""
+
+_ORDER = (
+    MODEL, "word_embeddings_for_head", "embedding", _BLOCK, "output_layer", "layers", "final_norm",
+    "word_embeddings", "position_embeddings", "input_norm", "self_attention", "post_attention_norm", "mlp",
+    "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "weight", "bias", "_extra_state",
+)  # fmt: skip
+_LINEAR = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
+
+
+def flatten(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(present name, value) of everything in a nested model."""
+    for path, value in _walk(model, 1):
+        yield present(path), value
+
+
+def _walk(level: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in level.items():
+        if isinstance(value, dict) and depth < _DEEPEST:
+            yield from ((f"{key}.{path}", inner) for path, inner in _walk(value, depth + 1))
+        else:
+            yield str(key), value
+
+
+def present(name: str) -> str:
+    """An old spelling in the words of the last releases, others as they are."""
+    name = re.sub(rf"^{MODEL}\.(word|position|tokentype)_embeddings\.", rf"{MODEL}.embedding.\1_embeddings.", name)
+    name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
+    name = name.replace(".attention.", ".self_attention.")
+    return re.sub(r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name)
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionaries that Megatron writes: a level for each word, but none inside the block of layers."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        outer, inner, rest = name.partition(f".{_BLOCK}.")
+        words = [*outer.split("."), _BLOCK, rest] if inner else name.split(".")
+        level = nested
+        for word in words[:-1]:
+            level = level.setdefault(word, {})
+        level[words[-1]] = value
+    return nested
+
+
+def legacy_order(name: str) -> tuple[tuple[int, int], ...]:
+    """Sorts names as a model's own state_dict lists them."""
+    return module_order(name, _ORDER)
+
+
+def legacy_extra_states(names: Collection[str]) -> dict[str, bool]:
+    """The `_extra_state` entries, none of them a tensor, that a model with these parameters has."""
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return {module + EXTRA_STATE: False for module in modules if module.endswith(_LINEAR)}

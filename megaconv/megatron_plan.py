@@ -1,0 +1,214 @@
+"""Lays out a Megatron `torch` checkpoint: a rank directory for every tensor and pipeline rank, the tracker, `hf/` for the rest."""
+
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from formats import rank_files, torch_zip
+from formats.output import FileLayout, PlainFile
+from formats.pickle_records import TorchDtype
+from formats.pickle_writer import Placeholder
+from formats.tensor import ITEMSIZE, Box, matrix_shape
+from megaconv.config import ModelConfig
+from megaconv.errors import LayoutError, NotExpressible, UsageError
+from megaconv.families import family
+from megaconv.hf_config import CONFIG_NAME, config_json
+from megaconv.ir import Header, Key
+from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers
+from megaconv.megatron_args import to_arguments
+from megaconv.options import SaveOptions
+from megaconv.plan import OutputPlan, Placement
+from megaconv.sidecars import SIDECAR_DIRECTORY
+from megaconv.table import NativeTensor, Region, native_tensors
+
+DEFAULT_DIVISOR = 128
+
+NameOrder = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ModelStyle:
+    """How a kind of Megatron model is written."""
+
+    naming: str
+    order: Callable[[str], NameOrder]
+    """Sorts names as the model's own state_dict lists them."""
+    extra_states: Callable[[Collection[str]], Mapping[str, bool]]
+    """The `_extra_state` entries that go with these names -> whether each is an empty tensor (else None)."""
+    nest: Callable[[dict[str, Any]], dict[str, Any]] = lambda flat: flat
+    legacy: bool = False
+
+
+def check_options(options: SaveOptions) -> None:
+    """Raises UsageError for what isn't known."""
+    if options.ckpt_format != "torch":
+        raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose torch")
+    for word in options.allow_lossy:
+        if word != "rope_scaling":
+            raise UsageError(f"--allow-lossy {word!r} is not known; the one loss that can be allowed is rope_scaling")
+    if options.vocab_padding not in ("repeat", "zero"):
+        raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
+
+
+def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions) -> Layout:
+    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
+    source = source or Layout(stage_layers=(config.layers,))
+    tp, pp = options.tp or source.tp, options.pp or source.pp
+    vpp = options.vpp or (source.vpp if options.pp in (None, source.pp) else 1)
+    listed = options.split.stages()
+    if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
+        vpp = listed // pp  # Megatron counts virtual stages off the list too
+    keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
+    stages = source.stage_layers if keep else split_layers(config.layers, pp, vpp, options.split)
+    ep, etp = _expert_sizes(config, source, tp, options)
+    return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
+    """(ep, etp). Expert tensor parallel size follows tensor parallel size unless it is asked for."""
+    if not config.experts:
+        if (options.ep or 1) > 1 or (options.etp or 1) not in (1, tp):
+            raise LayoutError(
+                f"expert parallel sizes ep = {options.ep}, etp = {options.etp}: this model has no experts; leave them out"
+            )
+        return 1, 1
+    ep = options.ep or source.ep
+    etp = options.etp or (source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp)
+    if etp > tp or tp % etp or etp * ep < tp:
+        raise LayoutError(
+            f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: Megatron's torch format has a file for every rank "
+            "only if etp divides tp and etp * ep is tp or more"
+        )
+    return ep, etp
+
+
+def plan_ranks(
+    header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
+) -> OutputPlan:
+    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
+    padded = padded_vocab(header.config.vocab, divisor, layout.tp)
+    arguments = to_arguments(
+        header.config,
+        layout,
+        header.training,
+        transformer_impl=transformer_impl,
+        grouped_experts=options.grouped_experts,
+        vocab_divisor=divisor,
+        padded_vocab=padded,
+        allow_lossy="rope_scaling" in options.allow_lossy,
+        legacy=style.legacy,
+    )
+    arguments["params_dtype"] = TorchDtype(arguments["params_dtype"])
+    return _Planner(header, options, layout, style, padded, Namespace(**arguments)).plan()
+
+
+@dataclass(frozen=True)
+class _Planner:
+    header: Header
+    options: SaveOptions
+    layout: Layout
+    style: ModelStyle
+    padded: int
+    arguments: Namespace
+
+    def plan(self) -> OutputPlan:
+        version = rank_files.iteration_directory(None if self._release else self._iteration)
+        files: dict[str, FileLayout] = {}
+        placements: dict[Key, list[Placement]] = {}
+        zeros: list[tuple[str, str, int, int]] = []
+        for pp_rank in range(self.layout.pp):
+            chunks = [chunk for chunk in self.layout.chunks() if chunk.pp_rank == pp_rank]
+            for tp_rank, ep_rank in self._ranks():
+                directory = rank_files.rank_directory(tp_rank, pp_rank, ep_rank, self.layout.pp, self.layout.ep)
+                name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
+                models = {self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks}
+                files[name] = torch_zip.plan(self._state(models), "model_optim_rng")
+                for model, natives in models.items():
+                    for native in natives:
+                        self._place(name, f"{model}/{native.name}", native, placements, zeros)
+        files |= self._sidecars()
+        files[rank_files.TRACKER] = PlainFile((rank_files.RELEASE if self._release else str(self._iteration)).encode())
+        return OutputPlan(files, placements, zeros)
+
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
+        tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
+        if not self.header.config.experts:
+            yield from ((tp_rank, 0) for tp_rank in range(tp))
+        elif etp == tp:
+            yield from ((tp_rank, ep_rank) for tp_rank in range(tp) for ep_rank in range(ep))
+        else:
+            yield from sorted({(rank % tp, rank // etp % ep) for rank in range(etp * ep)})
+
+    @property
+    def _release(self) -> bool:
+        return self.options.release or self.header.training.release
+
+    @property
+    def _iteration(self) -> int:
+        return self.header.training.iteration or 1
+
+    def _model_key(self, chunk: Chunk) -> str:
+        return "model" if self.layout.vpp == 1 else f"model{chunk.vpp_rank}"
+
+    def _natives(self, tp_rank: int, ep_rank: int, chunk: Chunk) -> list[NativeTensor]:
+        config, naming = self.header.config, self.style.naming
+        rows = family(config.family).rows
+        natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
+        # A tied head is stored a second time only where the embedding is on another stage.
+        kept = [native for native in natives if not (native.tied_copy and chunk.is_first)]
+        return sorted(kept, key=lambda native: self.style.order(native.name))
+
+    def _state(self, models: dict[str, list[NativeTensor]]) -> dict[str, Any]:
+        state: dict[str, Any] = {"args": self.arguments, "checkpoint_version": 3.0, "iteration": self._iteration}
+        state |= {model: self.style.nest(dict(self._entries(model, natives))) for model, natives in models.items()}
+        return state | {"num_floating_point_operations_so_far": 0}
+
+    def _entries(self, model: str, natives: list[NativeTensor]) -> Iterator[tuple[str, Placeholder | None]]:
+        entries: dict[str, Placeholder | None] = {
+            native.name: Placeholder(f"{model}/{native.name}", native.shape, self._dtype(native)) for native in natives
+        }
+        for name, is_tensor in self.style.extra_states(entries).items():
+            entries[name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
+        yield from sorted(entries.items(), key=lambda entry: self.style.order(entry[0]))
+
+    def _dtype(self, native: NativeTensor) -> str:
+        dtypes = {self.header.manifest[Key(name)].dtype for name in native.parts}
+        if len(dtypes) > 1:
+            raise NotExpressible(
+                f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
+            )
+        return dtypes.pop()
+
+    def _place(
+        self,
+        file: str,
+        record: str,
+        native: NativeTensor,
+        placements: dict[Key, list[Placement]],
+        zeros: list[tuple[str, str, int, int]],
+    ) -> None:
+        rows, cols = matrix_shape(native.shape)
+        row_bytes = cols * ITEMSIZE[self._dtype(native)]
+        filled = rows - native.padding_rows
+        for name, regions in native.parts.items():
+            if native.padding_rows and self.options.vocab_padding == "repeat":
+                last = self.header.config.vocab - 1
+                regions = (*regions, Region(Box(last, last + 1, 0, cols), filled, repeat=native.padding_rows))
+            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+        if native.padding_rows and self.options.vocab_padding == "zero":
+            zeros.append((file, record, filled * row_bytes, native.padding_rows * row_bytes))
+
+    def _sidecars(self) -> dict[str, FileLayout]:
+        """config.json and tokenizer files: what Megatron's own args would lose on the way back."""
+        config = self.header.config
+        files: dict[str, FileLayout] = {
+            f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in self.header.files.items()
+        }
+        try:
+            written = family(config.family).write_hf(config)
+        except NotExpressible:
+            return files  # a mixture that only Megatron knows: its args say all there is to say
+        return files | {f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}": PlainFile(config_json(config, written))}

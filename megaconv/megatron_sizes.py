@@ -1,0 +1,168 @@
+"""What a Megatron checkpoint's own tensors say about its model: layers, sizes, features. They are right where args aren't."""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaconv.errors import TensorMismatch, UnknownFamily
+from megaconv.layout import Layout
+from megaconv.megatron_ranks import Ranks, Weights
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """Names of the tensors that tell most."""
+
+    embedding: str
+    positions: str
+    layers: str
+    """In front of a layer's number."""
+    final_norm: str
+    head: str
+    tied_copy: str
+    """What a tied head is called, where another stage holds the embedding."""
+    # In a layer, without `.weight` and `.bias`:
+    qkv: str
+    o: str
+    fc1: str
+    fc2: str
+
+
+CORE = Landmarks(
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "decoder.layers.",
+    "decoder.final_layernorm",
+    "output_layer.weight",
+    "output_layer.weight",
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+LEGACY = Landmarks(
+    "language_model.embedding.word_embeddings.weight",
+    "language_model.embedding.position_embeddings.weight",
+    "language_model.encoder.layers.",
+    "language_model.encoder.final_norm",
+    "language_model.output_layer.weight",
+    "word_embeddings_for_head.weight",
+    "self_attention.query_key_value",
+    "self_attention.dense",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+)
+
+
+def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
+    """Sizes of the grid and layers of each stage. Raises TensorMismatch when the layers aren't as many as args say."""
+    vpp = max(len(chunks) for chunks in ranks.weights.values())
+    counts = []
+    for vpp_rank in range(vpp):
+        for pp_rank in range(ranks.pp):
+            chunks = ranks.dense(0, pp_rank)
+            counts.append(_layer_count(chunks[vpp_rank], names.layers) if vpp_rank < len(chunks) else 0)
+    expected = getattr(args, "num_layers", None)
+    if expected is not None and sum(counts) != expected:
+        raise TensorMismatch(
+            f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
+        )
+    return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=tuple(counts))
+
+
+def _layer_count(weights: Weights, prefix: str) -> int:
+    pattern = re.compile(re.escape(prefix) + r"(\d{1,9})\.")
+    numbers = {int(found[1]) for name in weights if (found := pattern.match(name))}
+    if numbers and max(numbers) >= len(numbers):
+        raise TensorMismatch(f"there are tensors of layer {max(numbers)}, but of only {len(numbers)} layers in all")
+    return len(numbers)
+
+
+def padded_rows(ranks: Ranks, names: Landmarks) -> int:
+    """Of the embedding, over all ranks."""
+    return ranks.tp * int(ranks.dense(0, 0)[0][names.embedding].shape[0])
+
+
+def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) -> dict[str, Any]:
+    """As fields of ModelConfig; the vocabulary with its padding. Raises UnknownFamily for what is no decoder."""
+    first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
+    layers = dict(_layers(ranks, layout, names.layers))
+    if names.embedding not in first or not layers:
+        raise UnknownFamily(
+            f"{ranks.files[min(ranks.files)]}: is no decoder that we know (it has no word embeddings, or no layers)"
+        )
+    matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
+    for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
+        for name, tensor in chunk.items():
+            if name.endswith(matrices) and ".experts." not in name and len(tensor.shape) != 2:
+                raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
+    attention = layers[0]
+    found: dict[str, Any] = {
+        "layers": sum(layout.stage_layers),
+        "hidden": first[names.embedding].shape[-1],
+        "vocab": padded_rows(ranks, names),
+        "tie_embeddings": _is_tied(last, layout, args, names),
+        "qkv_bias": names.qkv + ".bias" in attention,
+        "o_bias": names.o + ".bias" in attention,
+        "mlp_bias": any(names.fc2 + ".bias" in layer for layer in layers.values()),
+        "qk_norm": "self_attention.q_layernorm.weight" in attention,
+        "ffn": getattr(args, "ffn_hidden_size", None) or 0,
+    }
+    fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
+    dense = [layer[fc2] for layer in layers.values() if fc2 in layer]
+    if dense:
+        found["ffn"] = layout.tp * dense[0].shape[-1]
+    # A gated layer has two rows in its first matrix for every column of its second.
+    gates = [layer for layer in layers.values() if fc1 in layer]
+    found["gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
+    if names.positions in first:
+        found |= {"positions": "learned", "max_positions": first[names.positions].shape[0]}
+    if names.final_norm + ".bias" in last:
+        found["normalization"] = "LayerNorm"
+    return found | _find_experts(layers)
+
+
+def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:
+    if names.head not in last:
+        return True
+    may_be_copy = names.head == names.tied_copy and layout.pp > 1
+    return may_be_copy and not getattr(args, "untie_embeddings_and_output_weights", False)
+
+
+def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
+    routers = {index: layer["mlp.router.weight"] for index, layer in layers.items() if "mlp.router.weight" in layer}
+    if not routers:
+        return {}
+    with_experts = tuple(sorted(routers))
+    return {
+        "experts": routers[with_experts[0]].shape[0],
+        "moe_layers": None if len(with_experts) == len(layers) else with_experts,
+        "router_bias": "mlp.router.expert_bias" in layers[with_experts[0]],
+        "shared_gate": "mlp.shared_experts.gate_weight" in layers[with_experts[0]],
+    }
+
+
+def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[int, Weights]]:
+    """(global layer, its weights on tensor rank 0 without the name of the layer)."""
+    for chunk in layout.chunks():
+        chunks = ranks.dense(0, chunk.pp_rank)
+        for local in range(chunk.layers):
+            prefix = f"{before_number}{local}."
+            weights = chunks[chunk.vpp_rank].items()
+            yield (
+                chunk.first_layer + local,
+                {name.removeprefix(prefix): tensor for name, tensor in weights if name.startswith(prefix)},
+            )
+
+
+def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:
+    """By the shape of a shard: args of some tools don't tell the truth."""
+    for chunk in (chunk for chunks in ranks.weights.values() for chunk in chunks):
+        for name, tensor in chunk.items():
+            if ".experts." in name and "linear_fc2.weight" in name:
+                return moe_ffn // int(tensor.shape[-1]) or 1
+            if name.endswith(".experts.weight2"):
+                return moe_ffn * experts // ranks.ep // int(tensor.shape[0]) or 1
+    return 1

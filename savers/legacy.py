@@ -1,0 +1,59 @@
+"""Megatron's models before core in `torch` format, as releases from core 0.8 on write them with --use-legacy-models."""
+
+import logging
+
+from megaconv.config import ModelConfig
+from megaconv.errors import LayoutError, NotExpressible
+from megaconv.ir import Header
+from megaconv.layout import Layout
+from megaconv.legacy_names import legacy_extra_states, legacy_order, nest
+from megaconv.megatron_plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.options import SaveOptions
+from megaconv.plan import OutputPlan
+
+DESCRIPTION = "Megatron before core, torch format, checkpoint version 3, at any even layout"
+
+_log = logging.getLogger("megaconv")
+
+STYLE = ModelStyle("legacy", legacy_order, legacy_extra_states, nest, legacy=True)
+
+
+def plan(header: Header, options: SaveOptions) -> OutputPlan:
+    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what these models don't have."""
+    check_options(options)
+    _require_expressible(header.config)
+    layout = choose_layout(header.config, header.layout, options)
+    _require_even(layout)
+    planned = plan_ranks(header, options, layout, STYLE, transformer_impl="local")
+    _warn_of_rope(header.config)
+    return planned
+
+
+def _require_expressible(config: ModelConfig) -> None:
+    lacking = {
+        "norms on q and k": config.qk_norm,
+        "a sliding window": config.sliding_window,
+        "experts, which we write for Megatron core only": config.experts,
+    }
+    for what, has in lacking.items():
+        if has:
+            raise NotExpressible(f"Megatron's legacy models can't hold this one: it has {what}; choose --saver core")
+
+
+def _require_even(layout: Layout) -> None:
+    """Source: _get_num_layers in megatron/legacy/model/transformer.py."""
+    if len(set(layout.stage_layers)) > 1:
+        raise LayoutError(
+            f"Megatron's legacy models have as many layers on every stage, not {'+'.join(map(str, layout.stage_layers))}; "
+            "choose a pipeline parallel size (pp, and vpp) that divides them, without a layer split"
+        )
+
+
+def _warn_of_rope(config: ModelConfig) -> None:
+    """Their rotary embedding is made from rotary_percent and a linear scaling alone; the checkpoint is right."""
+    if config.positions == "rope" and config.rope_theta != 10000:
+        _log.warning(
+            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.rope_theta
+        )
+    if (config.rope_scaling or {}).get("rope_type") == "llama3":
+        _log.warning("rope is scaled: Megatron's legacy models ignore that")

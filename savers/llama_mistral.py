@@ -1,0 +1,74 @@
+"""Meta's original files, in as many shards as --tp says, and Mistral's: params.json, weights and tokenizer.
+
+    params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: a file for every tensor-parallel rank
+    params.json, consolidated.safetensors                         Mistral: whole
+
+Llama 1 and 2 get their embedding cut by columns, Llama 3 by rows, each as Meta's code loads it. A tied head is written a
+second time, since neither code knows such a thing.
+"""
+
+from formats import torch_zip
+from formats.output import FileLayout, PlainFile
+from formats.pickle_writer import Placeholder
+from formats.safetensors import SafetensorsLayout
+from formats.tensor import ITEMSIZE, matrix_shape
+from megaconv.errors import UsageError
+from megaconv.families import family
+from megaconv.ir import Header, Key
+from megaconv.layout import Chunk, Layout
+from megaconv.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
+from megaconv.options import SaveOptions
+from megaconv.plan import OutputPlan, Placement
+from megaconv.table import NativeTensor, native_tensors
+
+DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
+
+
+def plan(header: Header, options: SaveOptions) -> OutputPlan:
+    """Raises NotExpressible for a model that params.json has no words for, LayoutError for shards that can't be cut."""
+    config = header.config
+    kind = options.checkpoint_type or ("mistral" if config.family == "mistral" else "meta")
+    _check(kind, options)
+    files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
+    naming = "meta" if kind == "meta" and not is_llama3(config) else "meta+rows"
+    layout = Layout(tp=options.tp or 1)
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    placements: dict[Key, list[Placement]] = {}
+    for rank in range(layout.tp):
+        rows = family(config.family).rows
+        natives = list(native_tensors(rows, config, naming, layout, rank, whole, config.vocab))
+        file, weights = _file(header, kind, rank, natives)
+        files[file] = weights
+        for native in natives:
+            row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[_dtype(header, native)]
+            for name, regions in native.parts.items():
+                placements.setdefault(Key(name), []).append(Placement(file, native.name, row_bytes, regions))
+    return OutputPlan(files, placements)
+
+
+def _check(kind: str, options: SaveOptions) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"--checkpoint-type {kind}: can't be written; choose {' or '.join(KINDS)}, or --saver hf")
+    if kind == "mistral" and (options.tp or 1) > 1:
+        raise UsageError(f"--tp {options.tp}: {KINDS[kind]} files are not cut over ranks; leave it out")
+    for name in ("pp", "vpp", "ep", "etp"):
+        if (getattr(options, name) or 1) > 1:
+            raise UsageError(
+                f"--{name} {getattr(options, name)}: {KINDS[kind]} files are cut by --tp only; leave it out"
+            )
+
+
+def _file(header: Header, kind: str, rank: int, natives: list[NativeTensor]) -> tuple[str, FileLayout]:
+    """The name and the layout of one weight file."""
+    if kind == "mistral":
+        tensors = {native.name: (native.shape, _dtype(header, native)) for native in natives}
+        return "consolidated.safetensors", SafetensorsLayout(tensors)
+    state: dict[str, object] = {
+        native.name: Placeholder(native.name, native.shape, _dtype(header, native)) for native in natives
+    }
+    return f"consolidated.{rank:02d}.pth", torch_zip.plan(state, f"consolidated.{rank:02d}")
+
+
+def _dtype(header: Header, native: NativeTensor) -> str:
+    return header.manifest[Key(next(iter(native.parts)))].dtype

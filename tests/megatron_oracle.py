@@ -1,0 +1,340 @@
+"""Megatron core itself, run on the CPU: four gloo processes that load a checkpoint and answer with its logits.
+
+    with Megatron(directory) as megatron:
+        logits = megatron.logits(checkpoint, tokens)
+
+The parent imports neither Megatron nor its patches; a rank is `python -m tests.megatron_oracle RANK`. It reads one JSON job
+a line (checkpoint, file of tokens, file for logits) and answers each with one line.
+
+A model is built from nothing but the `args` of the rank files, in the way that Megatron-LM's own training scripts do it:
+core_transformer_config_from_args (megatron/training/arguments.py) and the GPT builder (gpt_builders.py), core 0.16.1.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+WORLD = 4
+"""Processes; a layout of fewer ranks is run by several groups at once, of which the first answers."""
+REPOSITORY = Path(__file__).parents[1]
+REPLY = "megatron-oracle "
+TIMEOUT = timedelta(seconds=60)
+
+
+class OracleFailed(Exception):
+    """Megatron would not load or run a checkpoint; says what every rank said."""
+
+
+class Megatron:
+    """The parent's side. Ranks start with the first question, and again after a failed one."""
+
+    def __init__(self, directory: Path) -> None:
+        """directory: an existing one of our own, for what passes between the processes."""
+        self._directory, self._ranks, self._count = directory, list[subprocess.Popen[str]](), 0
+
+    def __enter__(self) -> "Megatron":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def logits(self, checkpoint: Path, tokens: "torch.Tensor") -> "torch.Tensor":
+        """float32 [batch, sequence, padded vocabulary]. Raises OracleFailed unless every name of every rank file fits."""
+        import torch
+
+        if not self._ranks:
+            self._start()
+        self._count += 1
+        asked, answer = self._directory / f"tokens-{self._count}.pt", self._directory / f"logits-{self._count}.pt"
+        torch.save(tokens, asked)
+        for rank in self._ranks:
+            _write_line(rank.stdin, json.dumps([str(checkpoint), str(asked), str(answer)]))
+        replies = [_read_reply(rank.stdout) for rank in self._ranks]
+        if any(reply != "done" for reply in replies):
+            self._stop()
+            raise OracleFailed(
+                "\n".join(f"rank {rank}: {reply}" for rank, reply in enumerate(replies)) + self._errors()
+            )
+        return cast("torch.Tensor", torch.load(answer))
+
+    def _start(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        for rank in range(WORLD):
+            command = [sys.executable, "-m", "tests.megatron_oracle", str(rank)]
+            with (self._directory / f"rank-{rank}.log").open("w") as log:
+                process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=log, **pipes)
+            self._ranks.append(process)
+
+    def _stop(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                cast(IO[str], rank.stdin).close()
+            rank.kill()
+            rank.wait()
+            cast(IO[str], rank.stdout).close()
+        self._ranks = []
+
+    def _errors(self) -> str:
+        """The end of what each rank wrote to its standard error."""
+        return "".join(
+            f"\n{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(self._directory.glob("rank-*.log"))
+        )
+
+
+def _write_line(stream: IO[str] | None, line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # a rank that died is told of by its missing reply
+        print(line, file=stream, flush=True)
+
+
+def _read_reply(stream: IO[str] | None) -> str:
+    for line in cast(IO[str], stream):
+        if line.startswith(REPLY):
+            return str(json.loads(line.removeprefix(REPLY)))
+    return "ended without a reply"
+
+
+# A rank's side.
+
+
+def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Let Megatron core 0.16 run without CUDA, Apex and Transformer Engine; call before a model is built. Affects all of torch.
+
+    - torch.cuda.current_device() is the device on which layers, collectives and rotary frequencies are allocated.
+    - The router asks whether Transformer Engine's matrix product is None, a name that is missing without it.
+    - CudaRNGStatesTracker.fork() keeps dropout's random states, which live on the GPU; dropout is 0 here.
+    - Causal and sliding-window masks are made with device="cuda", and tied embeddings are moved there by Tensor.cuda() when
+      pipeline ranks agree on them: inside the context returned, torch is asked for the CPU instead, so that all arithmetic
+      stays Megatron's own.
+    """
+    import torch
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if function is torch.Tensor.cuda:
+                return args[0]
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    moe_utils.te_general_gemm = None
+    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    return OnCpu()
+
+
+def read_rank_file(path: Path) -> dict[str, Any]:
+    """The file as Megatron 0.14 and newer read it: nothing but tensors, plain values and the Namespace gets through."""
+    import torch
+
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return cast(dict[str, Any], torch.load(path, weights_only=True))
+
+
+def version_directory(checkpoint: Path) -> Path:
+    """Where the tracker points."""
+    tracker = (checkpoint / "latest_checkpointed_iteration.txt").read_text().strip()
+    return checkpoint / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
+
+
+def virtual_stages(args: Namespace) -> int | None:
+    """As validate_args derives it from what a checkpoint says; None without interleaving."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    found: int | None
+    if args.pipeline_model_parallel_layout is not None:
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        found = stages // args.pipeline_model_parallel_size
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        found = args.num_layers // args.pipeline_model_parallel_size // args.num_layers_per_virtual_pipeline_stage
+    else:
+        found = None
+    found = None if found == 1 else found
+    assert found == args.virtual_pipeline_model_parallel_size, "the args contradict each other about virtual stages"
+    return found
+
+
+def transformer_config(args: Namespace) -> "TransformerConfig":
+    """core_transformer_config_from_args: every argument that is a field, and those with other names.
+
+    What follows are the command-line flags that a machine without CUDA needs.
+    """
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    known: dict[str, Any] = {
+        item.name: getattr(args, item.name) for item in fields(TransformerConfig) if hasattr(args, item.name)
+    }
+    known |= {
+        "pipeline_dtype": args.params_dtype,
+        "num_moe_experts": args.num_experts,
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        "gated_linear_unit": args.swiglu,
+        # The fused kernel computes another gelu, so that it is part of the model; for silu it changes nothing.
+        "bias_activation_fusion": args.bias_gelu_fusion,
+    }
+    without_cuda = (
+        "masked_softmax_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+    )
+    others = {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_token_dispatcher_type": "allgather"}
+    return TransformerConfig(**known | others | dict.fromkeys(without_cuda, False))
+
+
+def build(args: Namespace, virtual_stage: int | None) -> "GPTModel":
+    """One model chunk, as the GPT builder makes it.
+
+    The builder itself, up to core 0.18, keeps two arguments from GPTModel, which takes them: rope_scaling_factor (then 8)
+    and rotary_seq_len_interpolation_factor (then none).
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    config = transformer_config(args)
+    spec = (
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        if args.num_experts
+        else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        parallel_output=False,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=virtual_stage,
+    ).eval()
+
+
+@contextlib.contextmanager
+def process_groups(args: Namespace, rank: int, rendezvous: Path) -> Iterator[None]:
+    """The groups of this layout, until the context ends. New ones for each job: groups left behind keep their threads."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        virtual_stages(args),
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+    yield
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def own_file(version: Path, args: Namespace) -> Path:
+    """This rank's, named as Megatron's get_checkpoint_name does."""
+    from megatron.core import parallel_state
+
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if args.pipeline_model_parallel_size > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if args.expert_model_parallel_size > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    return version / name / "model_optim_rng.pt"
+
+
+def load_chunks(args: Namespace, state: dict[str, Any]) -> "list[GPTModel]":
+    """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args announce."""
+    stages = virtual_stages(args)
+    chunks = []
+    for stage in range(stages) if stages else [None]:
+        weights = state["model" if stage is None else f"model{stage}"]
+        found = {value.dtype for name, value in weights.items() if value is not None}
+        assert found <= {args.params_dtype}, f"args say {args.params_dtype}, the file has {found}"
+        chunk = build(args, stage)
+        chunk.load_state_dict(weights, strict=True)
+        chunks.append(chunk)
+    return chunks
+
+
+def forward(args: Namespace, chunks: "list[GPTModel]", tokens: "torch.Tensor") -> "torch.Tensor":
+    """Through all stages of all ranks; returns what this rank's last stage makes of it: logits only on the last rank."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    output = torch.empty(0)
+    for chunk in chunks:
+        if not chunk.pre_process:
+            received = torch.empty(tokens.shape[1], tokens.shape[0], args.hidden_size, dtype=args.params_dtype)
+            dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+            chunk.set_input_tensor(received)
+        output = chunk(tokens, positions, None)
+        if not chunk.post_process:
+            dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return output
+
+
+def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
+    """One job: the last rank of the first group writes the logits."""
+    import torch
+    from megatron.core import parallel_state
+
+    version = version_directory(checkpoint)
+    args = read_rank_file(min(version.glob("mp_rank_*/model_optim_rng.pt")))["args"]
+    with process_groups(args, rank, answered.with_suffix(".rendezvous")), torch.no_grad():
+        state = read_rank_file(own_file(version, args))
+        logits = forward(state["args"], load_chunks(state["args"], state), torch.load(asked))
+        first_group = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+        if parallel_state.is_pipeline_last_stage() and first_group:
+            torch.save(logits.float(), answered)
+
+
+def serve(rank: int) -> None:
+    """Answer jobs from standard input until it ends or one fails."""
+    with run_on_cpu():
+        for line in sys.stdin:
+            try:
+                answer(rank, *map(Path, json.loads(line)))
+                reply = "done"
+            except Exception as error:
+                reply = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                print(REPLY + json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,58 @@
+"""A native tensor from canonical ones, in plain numpy, to compare with what real software wrote."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from formats import safetensors, torch_zip
+from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape, read_tensor
+from megaconv.checkpoint import Checkpoint
+from megaconv.families import families
+from megaconv.layout import Chunk, Layout
+from megaconv.table import NativeTensor, native_tensors
+
+
+def elements(tensor: LazyTensor) -> np.ndarray[Any, Any]:
+    """As a matrix of raw elements."""
+    return read_tensor(tensor).view(np.dtype((np.void, ITEMSIZE[tensor.dtype])))
+
+
+def put_together(native: NativeTensor, tensors: Mapping[str, LazyTensor]) -> np.ndarray[Any, Any]:
+    """A native tensor from the canonical ones, rectangle by rectangle."""
+    first = elements(tensors[next(iter(native.parts))])
+    made = np.empty(native.view or matrix_shape(native.shape), first.dtype)
+    for name, regions in native.parts.items():
+        whole = elements(tensors[name])
+        for region in regions:
+            piece = whole[region.box.row0 : region.box.row1, region.box.col0 : region.box.col1]
+            piece = piece.T if region.transposed else piece
+            made[region.row : region.row + piece.shape[0], region.col : region.col + piece.shape[1]] = piece
+    return made
+
+
+def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
+    """Whether a checkpoint has every tensor of a file with Hugging Face names, bit for bit, and no other."""
+    expected = safetensors.read(expected_file)
+    config = checkpoint.config
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    rows = families()[config.family].rows
+    seen = set()
+    for native in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab):
+        if native.tied_copy:
+            continue
+        wanted = expected[native.name]
+        assert {checkpoint.tensors[name].dtype for name in native.parts} == {wanted.dtype}
+        assert native.shape == wanted.shape, native.name
+        assert np.array_equal(put_together(native, checkpoint.tensors), elements(wanted)), native.name
+        seen.add(native.name)
+    assert seen == set(expected)
+
+
+def rank_files(root: Path) -> dict[str, Any]:
+    """path below the root -> what torch saved there."""
+    return {
+        str(path.relative_to(root)): torch_zip.read(path)
+        for path in sorted(root.glob("*/mp_rank_*/model_optim_rng.pt"))
+    }

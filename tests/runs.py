@@ -1,0 +1,81 @@
+"""The command line run by tests, and what has to hold after every run that fails."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from hashlib import sha256
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from megaconv.cli import main
+
+MAIN = "\nfrom megaconv.cli import main; main()"
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def run(*arguments: object) -> Outcome:
+    """`megaconv ARGUMENTS` in this process. An exception that would end in a traceback comes through."""
+    out, err, status = StringIO(), StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", ["megaconv", *map(str, arguments)]):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 0
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, before: str = "") -> subprocess.Popen[str]:
+    """The same in a process of its own, after it has run the code `before`."""
+    command = [sys.executable, "-c", before + MAIN, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 30) -> Outcome:
+    """Kills the process when it takes longer, and raises TimeoutExpired."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return Outcome(process.returncode, out, err)
+
+
+def assert_refused(outcome: Outcome, status: int, *words: str) -> None:
+    """The exit status, one line on stderr that holds all the words, nothing on stdout."""
+    assert len(outcome.err.splitlines()) == 1, outcome.err
+    assert outcome.err.startswith("megaconv: error: "), outcome.err
+    assert (outcome.status, outcome.out) == (status, ""), outcome
+    for word in words:
+        assert word in outcome.err
+
+
+def snapshot(directory: Path) -> dict[str, str]:
+    """Everything below a directory: a hash of each file's content, "directory" for directories."""
+    return {
+        str(path.relative_to(directory)): sha256(path.read_bytes()).hexdigest() if path.is_file() else "directory"
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+@contextmanager
+def unchanged(directory: Path) -> Iterator[None]:
+    """What happens inside leaves the directory as it was: sources, targets, and no remains of a run."""
+    before = snapshot(directory)
+    yield
+    assert snapshot(directory) == before

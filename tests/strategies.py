@@ -1,0 +1,91 @@
+"""Random models and layouts for property tests: small, and with every feature that the tables know."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from megaconv.config import ModelConfig
+from megaconv.families import families
+from megaconv.layout import Layout
+from megaconv.table import NAMINGS, expressible
+
+Draw = st.DrawFn
+
+VARIANTS = (*NAMINGS, "core+grouped", "core+legacy_grouped", "core_local+legacy_grouped", "meta+rows")
+"""Every naming that has words of its own."""
+
+
+def has_experts(family: str) -> bool:
+    return any(row.of_experts for row in families()[family].rows)
+
+
+SPELLED = [
+    (family, naming)
+    for family, table in sorted(families().items())
+    for naming in VARIANTS
+    if expressible(table.rows, naming) and ("grouped" not in naming or has_experts(family))
+]
+"""(family, naming) for all that can be said."""
+
+
+def speaks_of(family: str, naming: str, feature: str) -> bool:
+    """Whether a naming has words for all that a feature brings to a family."""
+    rows = [row for row in families()[family].rows if feature in (row.when or "").split()]
+    return all(row.spelling(naming) is not None for row in rows)
+
+
+@st.composite
+def stage_splits(draw: Draw, layers: int, stages: int) -> tuple[int, ...]:
+    """Any way to share layers out over stages; a stage may have none."""
+    cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
+    return tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True))
+
+
+@st.composite
+def layouts(draw: Draw, layers: int, tp: int = 1, ep: int = 1, etp: int = 1) -> Layout:
+    """Any pipeline layout of this many layers."""
+    pp = draw(st.integers(1, 3))
+    vpp = draw(st.integers(1, 3)) if pp > 1 else 1
+    return Layout(tp, pp, vpp, ep, etp, stage_layers=draw(stage_splits(layers, pp * vpp)))
+
+
+@st.composite
+def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> ModelConfig:
+    """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
+    layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
+    features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "shared_gate", "router_bias")
+    config = ModelConfig(
+        family=family,
+        layers=layers,
+        hidden=(tp if naming == "meta" else 1) * draw(st.integers(1, 9)),
+        heads=kv_heads * (1 if family == "gpt2" else draw(st.integers(1, 3))),
+        kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 2)),
+        ffn=tp * draw(st.integers(1, 4)),
+        vocab=draw(st.integers(1, 40)),
+        max_positions=draw(st.integers(1, 9)),
+        norm_epsilon=1e-5,
+        rope_theta=10000.0,
+        tie_embeddings=draw(st.booleans()),
+        **{name: speaks_of(family, naming, name) and draw(st.booleans()) for name in features},
+    )
+    if not has_experts(family):
+        return config
+    return replace(
+        config,
+        experts=ep * draw(st.integers(1, 3)),
+        experts_per_token=1,
+        moe_ffn=etp * draw(st.integers(1, 4)),
+        moe_layers=draw(st.none() | st.sets(st.integers(0, layers - 1)).map(lambda found: tuple(sorted(found)))),
+        shared_ffn=tp * draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def sharded_models(draw: Draw) -> tuple[ModelConfig, str, Layout]:
+    """A model, a naming that can say it, and a layout that it can be cut to."""
+    family, naming = draw(st.sampled_from(SPELLED))
+    tp, ep = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1
+    etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp])) if has_experts(family) else 1
+    config = draw(models(family, naming, tp, ep, etp))
+    return config, naming, draw(layouts(config.layers, tp, ep, etp))

@@ -1,0 +1,420 @@
+"""Tables: every family in every naming, cut for any layout and joined again without a loss."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from numpy.typing import NDArray
+
+from formats.tensor import Shape, matrix_shape
+from megaconv.config import ModelConfig
+from megaconv.errors import LayoutError, NotExpressible
+from megaconv.families import families
+from megaconv.layout import Chunk, Layout, padded_vocab
+from megaconv.table import (
+    NativeTensor,
+    OtherAxis,
+    Region,
+    RotaryPairs,
+    Row,
+    canonical_shapes,
+    evaluate,
+    expand,
+    expressible,
+    native_tensors,
+)
+from tests.strategies import SPELLED, VARIANTS, has_experts, sharded_models, speaks_of
+
+Labels = dict[str, NDArray[np.int64]]
+PADDING = -1
+
+EVERYTHING = ModelConfig(
+    "llama", layers=2, hidden=6, heads=4, kv_heads=2, head_dim=2, ffn=4, vocab=10, max_positions=8, norm_epsilon=1e-5, rope_theta=1e4,
+    qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
+)  # fmt: skip
+"""A model that has every row of the dense tables."""
+
+
+def everything(family: str, naming: str = "core") -> ModelConfig:
+    """A model that has every row of a family's table that a naming has words for."""
+    features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+    config = replace(EVERYTHING, family=family, **{name: speaks_of(family, naming, name) for name in features})
+    if not has_experts(family):
+        return config
+    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "moe_ffn": 2, "shared_ffn": 4, "moe_layers": (1,)}
+    return replace(config, **experts, shared_gate=True, router_bias=True)
+
+
+def every_rank(
+    config: ModelConfig, naming: str, layout: Layout, divisor: int = 8
+) -> Iterator[tuple[Chunk, int, int, NativeTensor]]:
+    """(chunk, tensor and expert parallel rank, tensor): all but second copies of tied embeddings."""
+    rows = families()[config.family].rows
+    if naming == "hf":
+        layout, vocab_rows = Layout(stage_layers=(config.layers,)), config.vocab
+    else:
+        vocab_rows = padded_vocab(config.vocab, divisor, layout.tp)
+    for chunk in layout.chunks():
+        for tp_rank, ep_rank in product(range(layout.tp), range(layout.ep)):
+            for native in native_tensors(rows, config, naming, layout, tp_rank, chunk, vocab_rows, ep_rank):
+                if not native.tied_copy:
+                    yield chunk, tp_rank, ep_rank, native
+
+
+def rank_tensors(config: ModelConfig, naming: str, layout: Layout) -> Iterator[tuple[Chunk, int, NativeTensor]]:
+    """(chunk, tensor parallel rank, tensor), once where ranks hold the same because of the other kind of parallelism."""
+    for chunk, tp_rank, ep_rank, native in every_rank(config, naming, layout):
+        if tp_rank < layout.etp if native.of_experts else ep_rank == 0:
+            yield chunk, tp_rank, native
+
+
+def labelled(config: ModelConfig) -> Labels:
+    """Every canonical tensor as a matrix whose elements are all different, in the whole model."""
+    shapes = canonical_shapes(families()[config.family].rows, config)
+    labels, start = {}, 0
+    for name, shape in shapes.items():
+        labels[name] = np.arange(start, start + prod(shape)).reshape(matrix_shape(shape))
+        start += prod(shape)
+    return labels
+
+
+def target(region: Region, joined: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where a region lies in a native tensor, in the order of the canonical one."""
+    box, row, col = region.box, region.row, region.col
+    if region.transposed:
+        found = joined[row : row + box.cols, col : col + box.rows].T
+    elif region.pairs:  # a view: head, half, pair, column
+        heads = joined[row : row + box.rows].reshape(-1, region.pairs // 2, 2, box.cols)
+        return heads.transpose(0, 2, 1, 3)
+    else:
+        found = joined[row : row + box.rows]
+    assert (found.shape, region.repeat) == ((box.rows, box.cols), 1)
+    return found
+
+
+def join(native: NativeTensor, labels: Labels) -> NDArray[np.int64]:
+    """A native tensor as a matrix, from its regions."""
+    joined = np.full(native.view or matrix_shape(native.shape), PADDING)
+    assert joined.size == prod(native.shape), native.name
+    for name, regions in native.parts.items():
+        for region in regions:
+            box, place = region.box, target(region, joined)
+            assert (place == PADDING).all(), f"{native.name}: two regions overlap"
+            place[:] = labels[name][box.row0 : box.row1, box.col0 : box.col1].reshape(place.shape)
+    return joined
+
+
+def split(native: NativeTensor, joined: NDArray[np.int64], into: Labels) -> None:
+    for name, regions in native.parts.items():
+        for region in regions:
+            box = region.box
+            into[name][box.row0 : box.row1, box.col0 : box.col1] = target(region, joined).reshape(box.rows, box.cols)
+
+
+@pytest.mark.parametrize(("family", "naming"), SPELLED)
+def test_native_names_are_unique_and_shapes_evaluate(family: str, naming: str) -> None:
+    config = everything(family, naming)
+    names = [native.name for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(2,)))]
+    shapes = [native.shape for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(2,)))]
+    assert len(names) == len(set(names)) > 10
+    assert all("{" not in name for name in names)
+    assert all(size > 0 for shape in shapes for size in shape)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
+    config = everything(family)
+    for layer in range(config.layers):
+        rows = [row for row in families()[family].rows if row.exists(config, layer)]
+        patterns = list(chain.from_iterable(expand(row.canonical) for row in rows))
+        assert len(patterns) == len(set(patterns))
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_model_with_everything_has_every_row(family: str) -> None:
+    config = everything(family)
+    rows = families()[family].rows
+    assert all(any(row.exists(config, layer) for layer in range(config.layers)) for row in rows)
+
+
+def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
+    namings = ("hf", "core", "core_local")
+    assert {pair for pair in SPELLED if pair[1] in namings} == set(product(families(), namings))
+    assert ("llama", "meta") in SPELLED
+    assert {("llama", "legacy"), ("gpt2", "legacy")} <= set(SPELLED)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_row_has_as_many_shapes_and_names_as_canonical_tensors(family: str) -> None:
+    for row in families()[family].rows:
+        count = len(expand(row.canonical))
+        assert len(row.shapes) == count, row.canonical
+        for naming in VARIANTS:
+            spelling = row.spelling(naming)
+            if isinstance(spelling, (str, RotaryPairs, OtherAxis)):
+                name = spelling if isinstance(spelling, str) else spelling.name
+                assert len(expand(name)) == count, (row.canonical, naming)
+
+
+@given(sharded_models())
+@settings(max_examples=150, deadline=None)
+def test_what_is_joined_for_all_ranks_splits_into_the_same_model(
+    model: tuple[ModelConfig, str, Layout],
+) -> None:
+    config, naming, layout = model
+    labels = labelled(config)
+    found = {name: np.full_like(label, PADDING) for name, label in labels.items()}
+    for _, _, native in rank_tensors(config, naming, layout):
+        split(native, join(native, labels), found)
+    assert found.keys() == labels.keys()
+    for name, label in labels.items():
+        assert np.array_equal(found[name], label), name
+
+
+@given(sharded_models())
+@settings(max_examples=150, deadline=None)
+def test_every_element_lies_on_exactly_one_rank_or_on_every_tensor_parallel_rank(
+    model: tuple[ModelConfig, str, Layout],
+) -> None:
+    config, naming, layout = model
+    labels = labelled(config)
+    times: Counter[int] = Counter()
+    for _, _, native in rank_tensors(config, naming, layout):
+        joined = join(native, labels)
+        filled = len(joined) - native.padding_rows
+        assert (joined[:filled] != PADDING).all(), f"{native.name}: an element belongs to nothing"
+        assert (joined[filled:] == PADDING).all(), f"{native.name}: a padding row holds something"
+        copies = layout.tp if native.replicated and naming != "hf" else 1
+        times.update({int(label): 1.0 / copies for label in joined[:filled].reshape(-1)})
+    assert set(times) == set(chain.from_iterable(label.reshape(-1).tolist() for label in labels.values()))
+    assert set(times.values()) == {1}
+
+
+@given(sharded_models())
+@settings(max_examples=50, deadline=None)
+def test_names_are_unique_within_a_chunk_and_ranks_differ_only_in_values(
+    model: tuple[ModelConfig, str, Layout],
+) -> None:
+    config, naming, layout = model
+    names: dict[tuple[int, int, int, int], list[tuple[str, Shape]]] = {}
+    for chunk, tp_rank, ep_rank, native in every_rank(config, naming, layout):
+        names.setdefault((chunk.pp_rank, chunk.vpp_rank, tp_rank, ep_rank), []).append((native.name, native.shape))
+    for (pp_rank, vpp_rank, _, _), tensors in names.items():
+        assert len({name for name, _ in tensors}) == len(tensors)
+        assert tensors == names[pp_rank, vpp_rank, 0, 0]
+
+
+@pytest.mark.parametrize("naming", ["core", "core_local"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_embedding_has_a_second_copy_with_the_last_chunk(naming: str, pp: int) -> None:
+    config, layout = replace(EVERYTHING, tie_embeddings=True), Layout(pp=pp, stage_layers=(1, 1) if pp > 1 else (2,))
+    *_, last = layout.chunks()
+    natives = native_tensors(families()["llama"].rows, config, naming, layout, 0, last, config.vocab)
+    (copy,) = [native for native in natives if native.tied_copy]
+    assert (copy.name, copy.shape, list(copy.parts)) == ("output_layer.weight", (10, 6), ["embed.weight"])
+
+
+# Golden literals: what Megatron has in its files.
+
+
+def only(config: ModelConfig, naming: str, layout: Layout, name: str) -> list[NativeTensor]:
+    return [native for _, _, native in rank_tensors(config, naming, layout) if native.name == name]
+
+
+def rows_of(native: NativeTensor) -> str:
+    """`q0` for row 0 of the canonical tensor `...q.weight`, in native order; the tensor has one column."""
+    found = [""] * native.shape[0]
+    for name, regions in native.parts.items():
+        for region in regions:
+            for row in range(region.box.rows):
+                found[region.row + row] = f"{name.split('.')[-2]}{region.box.row0 + row}"
+    return " ".join(found)
+
+
+def test_q_k_and_v_interleave_by_key_value_group() -> None:
+    config = replace(EVERYTHING, layers=1, hidden=1)
+    (fused,) = only(config, "core", Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight")
+    assert rows_of(fused) == "q0 q1 q2 q3 k0 k1 v0 v1 q4 q5 q6 q7 k2 k3 v2 v3"
+
+
+def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
+    config = replace(EVERYTHING, layers=1, hidden=1)
+    first, second = only(
+        config, "core", Layout(tp=2, stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.bias"
+    )
+    assert rows_of(first) == "q0 q1 q2 q3 k0 k1 v0 v1"
+    assert rows_of(second) == "q4 q5 q6 q7 k2 k3 v2 v3"
+
+
+def test_without_groups_every_head_has_its_q_k_and_v_together() -> None:
+    config = replace(EVERYTHING, layers=1, hidden=1, heads=2, kv_heads=2, head_dim=1)
+    (fused,) = only(
+        config, "core_local", Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight"
+    )
+    assert rows_of(fused) == "q0 k0 v0 q1 k1 v1"
+
+
+def test_gate_and_up_are_joined_rank_by_rank() -> None:
+    config = replace(EVERYTHING, layers=1, hidden=1)
+    (whole,) = only(config, "core", Layout(stage_layers=(1,)), "decoder.layers.0.mlp.linear_fc1.weight")
+    assert rows_of(whole) == "gate0 gate1 gate2 gate3 up0 up1 up2 up3"
+    first, second = only(config, "core", Layout(tp=2, stage_layers=(1,)), "decoder.layers.0.mlp.linear_fc1.weight")
+    assert rows_of(first) == "gate0 gate1 up0 up1"
+    assert rows_of(second) == "gate2 gate3 up2 up3"
+
+
+def test_row_parallel_weights_are_cut_by_columns_and_their_biases_are_copied() -> None:
+    weights = only(EVERYTHING, "core", Layout(tp=2, stage_layers=(2,)), "decoder.layers.1.mlp.linear_fc2.weight")
+    assert [native.shape for native in weights] == [(6, 2), (6, 2)]
+    assert [native.parts["layers.1.mlp.down.weight"][0].box[2:] for native in weights] == [(0, 2), (2, 4)]
+    biases = only(EVERYTHING, "core", Layout(tp=2, stage_layers=(2,)), "decoder.layers.1.mlp.linear_fc2.bias")
+    assert [(native.shape, native.replicated) for native in biases] == [((6,), True)] * 2
+
+
+def test_layers_count_from_zero_in_every_chunk() -> None:
+    config, layout = replace(EVERYTHING, layers=4), Layout(pp=2, vpp=2, stage_layers=(1, 1, 2, 0))
+    norms = [
+        (chunk.pp_rank, chunk.vpp_rank, native.name, next(iter(native.parts)))
+        for chunk, _, native in rank_tensors(config, "core_local", layout)
+        if native.name.endswith(".input_layernorm.weight")
+    ]
+    assert norms == [
+        (0, 0, "decoder.layers.0.input_layernorm.weight", "layers.0.input_norm.weight"),
+        (1, 0, "decoder.layers.0.input_layernorm.weight", "layers.1.input_norm.weight"),
+        (0, 1, "decoder.layers.0.input_layernorm.weight", "layers.2.input_norm.weight"),
+        (0, 1, "decoder.layers.1.input_layernorm.weight", "layers.3.input_norm.weight"),
+    ]
+
+
+@pytest.mark.parametrize(("vocab", "padding"), [(10, [0, 6]), (8, [0, 8]), (3, [5, 8]), (16, [0, 0])])
+def test_padding_rows_are_the_last_ones_of_the_last_ranks(vocab: int, padding: list[int]) -> None:
+    config = replace(EVERYTHING, vocab=vocab)
+    layout = Layout(tp=2, stage_layers=(2,))
+    natives = only(config, "core", layout, "embedding.word_embeddings.weight")
+    assert [native.padding_rows for native in natives] == padding
+
+
+def test_a_naming_with_experts_in_a_grouped_layer_has_one_tensor_per_expert_of_the_rank() -> None:
+    layout = Layout(ep=2, stage_layers=(2,))
+    natives = [native for _, _, native in rank_tensors(everything("mixtral"), "core+grouped", layout)]
+    fc1 = [native for native in natives if "experts.linear_fc1" in native.name and "shared" not in native.name]
+    assert [(native.name, next(iter(native.parts))) for native in fc1] == [
+        (f"decoder.layers.1.mlp.experts.linear_fc1.weight{local}", f"layers.1.mlp.experts.{expert}.gate.weight")
+        for local, expert in [(0, 0), (1, 1), (0, 2), (1, 3)]
+    ]
+
+
+def test_stacked_experts_are_transposed_one_under_the_other() -> None:
+    config = replace(everything("mixtral"), experts=2, hidden=1)
+    layout = Layout(tp=2, etp=2, stage_layers=(2,))
+    stacks = only(config, "core+legacy_grouped", layout, "decoder.layers.1.mlp.experts.weight1")
+    labels = labelled(config)
+    gates, ups = (
+        [labels[f"layers.1.mlp.experts.{expert}.{name}.weight"] for expert in (0, 1)] for name in ("gate", "up")
+    )
+    for rank, stack in enumerate(stacks):
+        assert (stack.shape, stack.view) == ((1, 4), (2, 2))
+        assert join(stack, labels).tolist() == [[gates[e][rank, 0], ups[e][rank, 0]] for e in (0, 1)]
+
+
+def test_a_gpt2_keeps_its_weights_transposed_and_q_k_and_v_side_by_side() -> None:
+    config = replace(everything("gpt2"), layers=1)
+    labels = labelled(config)
+    (fused,) = only(config, "hf", Layout(), "transformer.h.0.attn.c_attn.weight")
+    pieces = [labels[f"layers.0.attn.{name}.weight"].T for name in "qkv"]
+    assert np.array_equal(join(fused, labels), np.concatenate(pieces, axis=1))
+
+
+def test_meta_keeps_the_halves_of_each_head_in_pairs() -> None:
+    config = replace(everything("llama", "meta"), layers=1, hidden=1, heads=2, kv_heads=1, head_dim=4)
+    (query,) = only(config, "meta", Layout(stage_layers=(1,)), "layers.0.attention.wq.weight")
+    start = labelled(config)["layers.0.attn.q.weight"][0, 0]
+    assert (join(query, labelled(config)) - start).reshape(-1).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_meta_cuts_the_embedding_by_columns() -> None:
+    halves = only(everything("llama", "meta"), "meta", Layout(tp=2, stage_layers=(2,)), "tok_embeddings.weight")
+    assert [native.parts["embed.weight"][0].box for native in halves] == [(0, 10, 0, 3), (0, 10, 3, 6)]
+
+
+# The small language of the tables.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a.b", ("a.b",)),
+        ("a.{q|k|v}.b", ("a.q.b", "a.k.b", "a.v.b")),
+        ("layers.{l}.{gate|up}", ("layers.{l}.gate", "layers.{l}.up")),
+        ("layers.{l}.norm", ("layers.{l}.norm",)),
+    ],
+)
+def test_a_pattern_expands_to_its_alternatives(pattern: str, names: tuple[str, ...]) -> None:
+    assert expand(pattern) == names
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [("hidden", (6,)), ("heads*head_dim hidden", (8, 6)), ("2*ffn hidden", (8, 6)), ("3 1", (3, 1))]
+)
+def test_a_shape_evaluates_to_numbers(shape: str, sizes: Shape) -> None:
+    assert evaluate(shape, EVERYTHING.sizes()) == sizes
+
+
+def test_a_row_without_a_word_in_the_naming_is_not_expressible() -> None:
+    rows = (Row("extra.weight", ("hidden",), hf="extra.weight", core=None),)
+    with pytest.raises(NotExpressible, match=r"extra\.weight: the core naming has no words"):
+        list(native_tensors(rows, EVERYTHING, "core", Layout(), 0, Chunk(0, 0, 0, 2, True, True), 16))
+
+
+def test_a_naming_without_words_for_a_feature_is_expressible_but_not_for_that_model() -> None:
+    rows = families()["llama"].rows
+    assert expressible(rows, "meta")
+    with pytest.raises(NotExpressible, match="the meta naming has no words for qkv_bias"):
+        list(native_tensors(rows, EVERYTHING, "meta", Layout(), 0, Chunk(0, 0, 0, 2, True, True), 16))
+
+
+# What can't be cut.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dimension"),
+    [
+        ({"heads": 6, "kv_heads": 4}, "heads = 6"),
+        ({"heads": 8, "kv_heads": 2}, "kv_heads = 2"),
+        ({"heads": 8, "kv_heads": 4, "ffn": 6}, "ffn = 6"),
+    ],
+)
+def test_a_size_that_the_ranks_do_not_divide_is_named_with_value_and_rank_count(
+    sizes: dict[str, Any], dimension: str
+) -> None:
+    config = replace(EVERYTHING, **sizes)
+    with pytest.raises(LayoutError, match=rf"{dimension} .*\(tp\) = 4"):
+        list(rank_tensors(config, "core", Layout(tp=4, stage_layers=(2,))))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "message"),
+    [
+        (Layout(ep=3, stage_layers=(2,)), {}, r"experts = 4 .*\(ep\) = 3"),
+        (Layout(tp=4, etp=4, stage_layers=(2,)), {"kv_heads": 4, "moe_ffn": 6}, r"moe_ffn = 6 .*\(etp\) = 4"),
+        (Layout(tp=2, stage_layers=(2,)), {"shared_ffn": 5}, r"shared_ffn = 5 .*\(tp\) = 2"),
+    ],
+)
+def test_experts_that_the_ranks_do_not_divide_are_named(layout: Layout, sizes: dict[str, Any], message: str) -> None:
+    config = replace(everything("qwen2_moe"), **sizes)
+    with pytest.raises(LayoutError, match=message):
+        list(rank_tensors(config, "core", layout))
+
+
+def test_vocabulary_rows_that_the_ranks_do_not_divide_are_refused() -> None:
+    natives = native_tensors(
+        families()["llama"].rows, EVERYTHING, "core", Layout(tp=2), 0, Chunk(0, 0, 0, 0, True, True), 11
+    )
+    with pytest.raises(LayoutError, match=r"padded vocabulary = 11 .*\(tp\) = 2"):
+        list(natives)

@@ -1,0 +1,210 @@
+"""Small models of transformers, random in every weight, and how to load, run and compare them.
+
+All are float32, have a vocabulary that needs padding, and an epsilon and rotary base that are nobody's default, so that
+whatever is lost on the way moves the logits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LAYERS, VOCAB = 4, 131
+WINDOW = 7
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-3,
+    "bos_token_id": 3,
+    "eos_token_id": [4, 5],
+}
+GPT2_SIZES: dict[str, Any] = {
+    "n_embd": 64,
+    "n_inner": 88,
+    "n_layer": LAYERS,
+    "n_head": 8,
+    "vocab_size": VOCAB,
+    "n_positions": 96,
+    "layer_norm_epsilon": 1e-3,
+    "bos_token_id": 3,
+    "eos_token_id": 4,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of model, and what else its configuration could say: each of these has to give other logits."""
+
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    """As transformers 5 says it."""
+    return {"rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta}}
+
+
+def windows(first: int) -> dict[str, Any]:
+    """A sliding window on all layers from this one on."""
+    return {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (LAYERS - first)}
+
+
+VARIANTS = {
+    "llama": Variant("llama", others={"epsilon": {"rms_norm_eps": 1e-5}, "rotary base": rope(10000.0)}),
+    "llama, as many kv heads as heads": Variant("llama", {"num_key_value_heads": 8}),
+    "llama, tied, rope scaling of llama 3": Variant(
+        "llama",
+        {"tie_word_embeddings": True, **rope(500000.0, **LLAMA3)},
+        {
+            "no scaling": rope(500000.0),
+            "factor 8": rope(500000.0, **LLAMA3 | {"factor": 8.0}),
+            "other range": rope(500000.0, **LLAMA3 | {"original_max_position_embeddings": 4096}),
+        },
+    ),
+    "llama, linear rope scaling": Variant(
+        "llama",
+        rope(5000.0, rope_type="linear", factor=2.5),
+        {"no scaling": rope(5000.0), "factor 2": rope(5000.0, rope_type="linear", factor=2.0)},
+    ),
+    "llama, head_dim of its own": Variant("llama", {"head_dim": 12}),
+    "llama, all biases": Variant("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": Variant(
+        "mistral",
+        {"sliding_window": WINDOW},
+        {
+            "no window": {"sliding_window": None},
+            "one less": {"sliding_window": WINDOW - 1},
+            "one more": {"sliding_window": WINDOW + 1},
+        },
+    ),
+    "mistral, no window, head_dim of its own": Variant("mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": Variant("qwen2"),
+    "qwen2, tied": Variant("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window on the last layer": Variant(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": LAYERS - 1},
+        {"no window": windows(LAYERS), "on two layers": windows(LAYERS - 2)},
+    ),
+    "qwen3": Variant("qwen3", {"head_dim": 12}),
+    "qwen3, tied": Variant("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
+    "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MIXTURES = {
+    "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": Variant(
+        "qwen2_moe",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+        {"weights made to sum up to 1": {"norm_topk_prob": True}},
+    ),
+    "qwen3_moe": Variant(
+        "qwen3_moe",
+        {**EXPERTS, "num_experts": 4, "head_dim": 12, "norm_topk_prob": True},
+        {"weights left as they are": {"norm_topk_prob": False}},
+    ),
+    "glm4_moe": Variant(
+        "glm4_moe",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 2,
+         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.5},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}},
+    ),
+}  # fmt: skip
+"""With experts, and so with expert parallelism."""
+
+
+def create(variant: Variant, directory: Path) -> None:
+    """Save a model of this kind; the same one every time."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(20)
+    sizes = GPT2_SIZES if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.save_pretrained(directory)
+
+
+def load(directory: Path, **settings: Any) -> "PreTrainedModel":
+    """As a user does, in float32 with the plainest attention; settings replace those of config.json."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, **settings)
+    options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval())
+
+
+def compute(model: "PreTrainedModel", tokens: "torch.Tensor") -> "torch.Tensor":
+    """Logits [batch, sequence, vocabulary]."""
+    import torch
+
+    with torch.no_grad():
+        return cast("torch.Tensor", model(input_ids=tokens).logits)
+
+
+def assert_same_bits(found: "PreTrainedModel", expected: "PreTrainedModel", dtype: "torch.dtype") -> None:
+    """Names and weights; negative zeros and NaNs count too."""
+    import torch
+
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    ours, theirs = found.state_dict(), expected.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype == dtype, name
+        assert torch.equal(ours[name].view(bits), tensor.view(bits)), name
+
+
+def meaning(config: "PretrainedConfig") -> dict[str, Any]:
+    """A configuration without what only says where it lies and by which version it was written."""
+    return {
+        name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version")
+    }
+
+
+ARCHITECTURE = (
+    *(
+        "architectures",
+        "model_type",
+        "dtype",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_parameters",
+        "max_position_embeddings",
+    ),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types"),
+)
+
+
+def architecture(config: "PretrainedConfig") -> dict[str, Any]:
+    """What decides about a model's tensors and logits, with defaults filled in."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {"head_dim": head_dim} | {name: getattr(config, name, None) for name in ARCHITECTURE}
