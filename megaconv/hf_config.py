@@ -64,13 +64,12 @@ def read_decoder(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any
         norm_epsilon=_number(raw, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        **read_hf_common(
-            {"bos_token_id": defaults.get("bos_token_id"), "eos_token_id": defaults.get("eos_token_id"), **raw},
-            tied=False,
-        )
-        | {"hf": dict(raw)},
+        **read_hf_common({name: defaults.get(name) for name in _TOKENS} | dict(raw), tied=False) | {"hf": dict(raw)},
         **features,
     )
+
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_hf_common(raw: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:

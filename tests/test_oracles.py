@@ -149,7 +149,7 @@ def test_the_way_back_gives_the_same_model(variant: str, layout: str, references
     assert compute(found, reference.tokens).equal(reference.logits)
 
 
-@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in ALL_VARIANTS if name != "phi3"])  # whose args are a Mistral's
 def test_the_way_back_needs_nothing_but_the_rank_files(variant: str, references: References, tmp_path: Path) -> None:
     """As for a model that Megatron trained: no config.json beside it, only args."""
     import torch

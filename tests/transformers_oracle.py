@@ -104,6 +104,11 @@ VARIANTS = {
     ),
     "qwen3": Variant("qwen3", {"head_dim": 12}),
     "qwen3, tied": Variant("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": Variant(
+        "phi3",
+        {"sliding_window": WINDOW, "original_max_position_embeddings": 96},
+        {"no window": {"sliding_window": None}},
+    ),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
 }
