@@ -76,9 +76,15 @@ def make_model(path: Path, layers: int) -> int:
     return position
 
 
-def run(command: list[str]) -> tuple[float, int]:
-    """(seconds, peak bytes of anonymous memory of the process) of a whole process."""
+def run(command: list[str]) -> float:
+    """Seconds of a whole process."""
     started = time.perf_counter()
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - started
+
+
+def peak_memory(command: list[str]) -> int:
+    """Peak bytes of anonymous memory of a process, sampled; in a run of its own, since looking takes time too."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
@@ -92,7 +98,7 @@ def run(command: list[str]) -> tuple[float, int]:
         time.sleep(0.002)
     if process.returncode:
         sys.exit(f"{command} failed with status {process.returncode}")
-    return time.perf_counter() - started, peak
+    return peak
 
 
 def measure(work: Path, layers: int, runs: int, peers: bool) -> dict[str, object]:
@@ -125,10 +131,11 @@ def measure(work: Path, layers: int, runs: int, peers: bool) -> dict[str, object
     for _ in range(runs):
         for name, command in commands.items():
             os.sync()
-            seconds, peak = run(command)
-            times[name].append(seconds)
-            peaks[name] = max(peaks[name], peak)
+            times[name].append(run(command))
             shutil.rmtree(work / "out")
+    for name, command in commands.items():
+        peaks[name] = peak_memory(command)
+        shutil.rmtree(work / "out")
     base = statistics.median(times["cp + fsync"])
     rows = {
         name: {"median_s": round(statistics.median(values), 3), "all_s": [round(value, 3) for value in values],

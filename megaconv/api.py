@@ -1,6 +1,5 @@
 """The Python interface: the same work as the commands, with plain arguments."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from megaconv.conversion import fingerprint as fingerprint
 from megaconv.inspection import inspect as inspect
 from megaconv.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
+from megaconv.plan import default_workers
 
 
 def convert(
@@ -52,4 +52,4 @@ def convert(
 
 def diff(a: str | Path, b: str | Path) -> Diff:
     """Compare two checkpoints of any kinds."""
-    return diff_sources(open_source(a)[1], open_source(b)[1], min(4, os.cpu_count() or 1))
+    return diff_sources(open_source(a)[1], open_source(b)[1], default_workers(writing=False))

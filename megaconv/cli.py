@@ -1,7 +1,6 @@
 """The command line. Work is imported inside each command, so that --help answers at once."""
 
 import json
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -207,11 +206,12 @@ def diff(
     """Compare two checkpoints tensor by tensor. Exit status 0: the same; 4: they differ."""
     from megaconv.comparison import diff_sources
     from megaconv.conversion import open_source
+    from megaconv.plan import default_workers
     from megaconv.progress import Progress
 
     left, right = open_source(a)[1], open_source(b)[1]
     with Progress("comparing", lambda: left.header.nbytes) as progress:
-        found = diff_sources(left, right, min(4, os.cpu_count() or 1), progress.advance)
+        found = diff_sources(left, right, default_workers(writing=False), progress.advance)
     if as_json:
         _print_json(found.to_json())
     else:

@@ -128,7 +128,7 @@ AllowLossy = Annotated[
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Most memory that buffers may take.")]
 Workers = Annotated[
     int,
-    typer.Option("--workers", min=0, help="Threads that move tensors; 0: one per processor, up to 4."),
+    typer.Option("--workers", min=0, help="Threads that move tensors; 0: as many as processors and one more, up to 8."),
 ]
 Verify = Annotated[
     bool,

@@ -21,7 +21,7 @@ from megaconv.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.hub import resolve
 from megaconv.ir import Header, Key, Source
 from megaconv.options import LoadOptions, SaveOptions
-from megaconv.plan import OutputPlan, block_bytes, memory_needed
+from megaconv.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.stream import Stream, as_lazy
 from megaconv.transfer import Transfer
 
@@ -41,7 +41,7 @@ class ConvertOptions:
     max_memory: int = 256 << 20
     """Bytes that buffers may take."""
     workers: int = 0
-    """0: one per processor, up to 4."""
+    """0: as many as there are processors and one more, up to 8."""
     verify: bool = False
     resume: bool = False
     overwrite: bool = False
@@ -227,7 +227,7 @@ def _identity(path: Path, dtype: str | None) -> str:
 
 
 def _workers(options: ConvertOptions) -> int:
-    return options.workers or min(4, os.cpu_count() or 1)
+    return options.workers or default_workers(writing=True)
 
 
 def raise_file_limit() -> None:
@@ -245,4 +245,4 @@ def fingerprint(
 ) -> Fingerprint:
     """The fingerprint of any checkpoint; reads all of it."""
     _, source = open_source(path, None, options)
-    return fingerprint_source(source, workers or min(4, os.cpu_count() or 1), advance)
+    return fingerprint_source(source, workers or default_workers(writing=False), advance)

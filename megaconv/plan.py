@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from formats.output import FileLayout
 from megaconv.ir import Key
 from megaconv.table import Region
 
+MAX_WORKERS = 8
 BLOCK_BYTES = 4 << 20
 """Tensors are moved in blocks of this size: large enough for the disk, small enough for the caches."""
 
@@ -51,6 +53,11 @@ class OutputPlan:
             for key, placements in self.placements.items()
         }
         return hashlib.sha256(json.dumps([source, files, places], sort_keys=True).encode()).hexdigest()
+
+
+def default_workers(*, writing: bool) -> int:
+    """One thread a processor, and where files are written one more, since one or another always waits for the disk."""
+    return min(MAX_WORKERS, (os.cpu_count() or 1) + writing)
 
 
 def block_bytes(max_memory: int, workers: int) -> int:
