@@ -137,7 +137,10 @@ scalars = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(a
 
 def objects(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        namespaces = st.dictionaries(st.text(min_size=1, max_size=9), inner, max_size=4).map(lambda d: Namespace(**d))
+        names = st.text(min_size=1, max_size=9).filter(
+            lambda name: not name.startswith("__")
+        )  # __dict__ is no attribute
+        namespaces = st.dictionaries(names, inner, max_size=4).map(lambda d: Namespace(**d))
         mappings = st.dictionaries(keys, inner, max_size=4)
         lists = st.lists(inner, max_size=5)
         return lists | lists.map(tuple) | mappings | mappings.map(OrderedDict) | namespaces
