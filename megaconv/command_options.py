@@ -79,7 +79,7 @@ LayoutString = Annotated[
     typer.Option("--pipeline-model-parallel-layout", help="Megatron's layout string: 'Et*3|(tt|)*2,tL'."),
 ]
 
-CkptFormat = Annotated[str, typer.Option("--ckpt-format", help="Format of a Megatron output: torch.")]
+CkptFormat = Annotated[str, typer.Option("--ckpt-format", help="Format of a Megatron core output: torch, torch_dist or zarr.")]
 TransformerImpl = Annotated[
     str,
     typer.Option(
