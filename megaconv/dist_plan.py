@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from formats import rank_files, torch_dist, torch_zip
+from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredChunk, StoredTensor, write
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
 from formats.torch_zip import TorchZipLayout
 from megaconv.chunk_plan import PlannedChunk, cut
 from megaconv.dist_keys import stack
-from megaconv.errors import NotExpressible
+from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.ir import Header, Key
 from megaconv.layout import Chunk, Layout, divide
@@ -45,7 +45,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     }  # fmt: skip
     if not model.stacked:
         common["content_metadata"] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
-    stored = _torch_dist(model, options.files or 1)
+    stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
     files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
     files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
     files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
@@ -142,6 +142,26 @@ def _torch_dist(model: GlobalModel, count: int) -> Stored:
     tensors = {key: StoredTensor(model.shapes[key], dtypes[key], tuple(chunks)) for key, chunks in held.items()}
     stored.files |= {f"__{number}_0.distcp": layout for number, layout in enumerate(layouts)}
     stored.files[METADATA_NAME] = PlainFile(write(DcpMetadata(tensors, objects), nested_keys=False))
+    return stored
+
+
+def _zarr(model: GlobalModel) -> Stored:
+    """A file for every chunk and every object."""
+    stored, objects = Stored(), torch_zip.plan(None, "archive")
+    steps = {chunk.key: chunk.shape for chunk in model.chunks}
+    for chunk in model.chunks:
+        step = steps[chunk.key]
+        index = [first // size for first, size in zip(chunk.offset, step, strict=True)]
+        if chunk.shape != step or any(first % size for first, size in zip(chunk.offset, step, strict=True)):
+            raise LayoutError(f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have")
+        file = f"{chunk.key}/{'.'.join(map(str, index))}"
+        stored.files[file] = zarr_arrays.ChunkLayout(chunk.shape, chunk.dtype)
+        stored.files[f"{chunk.key}/{zarr_arrays.ARRAY_FILE}"] = PlainFile(
+            zarr_arrays.array_json(model.shapes[chunk.key], step, chunk.dtype)
+        )
+        stored.chunks.append((chunk, file, zarr_arrays.ChunkLayout.RECORD))
+    for key, place_in_grid, grid in model.objects:
+        stored.files[f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"] = objects
     return stored
 
 

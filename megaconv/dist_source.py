@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from formats import rank_files, torch_dist, torch_zip
+from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.chunked import ChunkedTensor
 from formats.errors import CorruptCheckpoint
 from megaconv.dist_keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
@@ -72,6 +72,8 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
 def _open(version: Path, backend: str) -> Directory:
     if backend in ("torch_dist", "fsdp_dtensor"):
         return torch_dist.open_directory(version)
+    if backend == "zarr":
+        return zarr_arrays.open_directory(version)
     raise UnknownFormat(f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known are torch_dist and zarr")
 
 
