@@ -156,7 +156,8 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
             raise CorruptCheckpoint(f"{what}: {found}; save the checkpoint again")
     if _is_grid(shape, filled):
         return
-    held = sum(prod(sizes) for _, sizes in filled)
+    volumes: list[int] = [prod(sizes) for _, sizes in filled]
+    held = sum(volumes)
     if held < prod(shape):
         raise CorruptCheckpoint(f"{what}: its chunks hold {held} of {prod(shape)} elements; a part is missing")
     if held > prod(shape) or (prod(shape) and not _disjoint(filled, 0)):
@@ -167,7 +168,7 @@ def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     """Whether all chunks are of one shape and fill a regular grid: the common case, told quickly."""
     if not boxes:
         return not prod(shape)
-    step = boxes[0][1]
+    step: Shape = boxes[0][1]
     if any(whole % size for whole, size in zip(shape, step, strict=True)):
         return False
     on_grid = all(

@@ -104,7 +104,9 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
 def _attributes(value: object) -> Mapping[str, Any]:
     state = value.state if isinstance(value, Opaque) else None
     if not isinstance(state, dict):
-        raise CorruptCheckpoint(f"a distributed checkpoint's {METADATA_NAME} holds {value!r:.80} where a record should be")
+        raise CorruptCheckpoint(
+            f"a distributed checkpoint's {METADATA_NAME} holds {value!r:.80} where a record should be"
+        )
     return state
 
 

@@ -65,7 +65,7 @@ class _Window(io.RawIOBase):
         count = min(len(out), self._nbytes - self._position)
         if count <= 0:
             return 0
-        out[:count] = self._file.read(self._start + self._position, count)  # type: ignore[assignment]
+        out[:count] = self._file.read(self._start + self._position, count)
         self._position += count
         return count
 

@@ -11,7 +11,7 @@ megatron/core/dist_checkpointing of Megatron core 0.9 to 0.19.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,10 +19,7 @@ from formats import dcp_metadata, safetensors, torch_zip
 from formats.chunked import Chunk, ChunkedTensor
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredTensor
 from formats.errors import CheckpointError, CorruptCheckpoint
-from formats.output import Record
-from formats.pickle_writer import Placeholder
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor
-from formats.torch_zip import TorchZipLayout
 
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
@@ -143,47 +140,6 @@ class _about:  # noqa: N801
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CheckpointError):
             raise type(error)(f"{self._key}: {error}") from error
-
-
-# Writing.
-
-
-class DistcpLayout:
-    """A file of envelopes, laid out (a formats.output.FileLayout).
-
-    Envelopes of one shape and dtype are the same bytes but for the tensor and its checksum, so that they share a plan.
-    """
-
-    needs_checksums = True
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.records: dict[str, Record] = {}
-        self._envelopes: list[tuple[int, TorchZipLayout, str]] = []
-
-    def add(self, key: str, envelope: TorchZipLayout) -> tuple[int, int]:
-        """Append; returns (offset, bytes) of the envelope. key: unique in the file, of the tensor's record if it has one."""
-        offset = self.size
-        self._envelopes.append((offset, envelope, key))
-        for inner in envelope.records.values():
-            self.records[key] = Record(offset + inner.offset, inner.nbytes)
-        self.size += envelope.size
-        return offset, envelope.size
-
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        for start, envelope, key in self._envelopes:
-            for offset, data in envelope.frame(dict.fromkeys(envelope.records, checksums.get(key, 0))):
-                yield start + offset, data
-
-
-def tensor_envelope(shape: Shape, dtype: str) -> TorchZipLayout:
-    """What torch.save makes of one tensor."""
-    return torch_zip.plan(Placeholder("tensor", shape, dtype), "archive")
-
-
-def object_envelope(value: object) -> TorchZipLayout:
-    """What torch.save makes of a value without tensors. Megatron expects it in a list of one."""
-    return torch_zip.plan(value, "archive")
 
 
 def format_json(backend: str) -> bytes:

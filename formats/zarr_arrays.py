@@ -55,7 +55,8 @@ class ZarrDirectory:
 
 def open_directory(directory: Path) -> ZarrDirectory:
     """Raises CorruptCheckpoint for missing and short chunks, and for arrays that no Megatron wrote."""
-    arrays, files = {}, {}
+    arrays: dict[str, ChunkedTensor] = {}
+    files: dict[str, Path] = {}
     for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.endswith(".sync")):
         described = folder / ARRAY_FILE
         if described.is_file() and described.stat().st_size:

@@ -24,7 +24,9 @@ def detect(path: Path) -> bool:
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family."""
     distributed = find_dist(path) is not None
-    source, ckpt_format = open_dist(path, options) if distributed else (open_ranks(path, options, legacy=False), "torch")
+    source, ckpt_format = (
+        open_dist(path, options) if distributed else (open_ranks(path, options, legacy=False), "torch")
+    )
     naming = naming_of([name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk])
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
     return open_model(source, options, Dialect(CORE, naming, described), by_args=distributed)

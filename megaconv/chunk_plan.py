@@ -63,7 +63,7 @@ def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
                 first = max(owner * step, region.box.row0)
                 owners[region.row + first - region.box.row0] = owner
     starts = sorted(owners)
-    kept = [start for before, start in pairwise([None, *starts]) if before is None or owners[before] != owners[start]]  # type: ignore[index]
+    kept = [0, *(start for before, start in pairwise(starts) if owners[before] != owners[start])]
     return [range(start, stop) for start, stop in pairwise([*kept, rows])]
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
-from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredChunk, StoredTensor, write
+from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
-from formats.torch_zip import TorchZipLayout
 from megaconv.chunk_plan import PlannedChunk, cut
 from megaconv.dist_keys import stack
 from megaconv.errors import LayoutError, NotExpressible
@@ -122,27 +121,14 @@ class Stored:
 
 
 def _torch_dist(model: GlobalModel, count: int) -> Stored:
-    """Chunk by chunk into the file that has least: `count` files of about the same size."""
-    stored, layouts = Stored(), [torch_dist.DistcpLayout() for _ in range(max(1, min(count, len(model.chunks))))]
-    envelopes: dict[tuple[Shape, str], TorchZipLayout] = {}
-    held: dict[str, list[StoredChunk]] = {}
+    files, chunks = DistcpFiles(count), []
     for chunk in model.chunks:
-        number = min(range(len(layouts)), key=lambda index: layouts[index].size)
-        envelope = envelopes.setdefault((chunk.shape, chunk.dtype), torch_dist.tensor_envelope(chunk.shape, chunk.dtype))
-        record = f"{chunk.key}/{'.'.join(map(str, chunk.offset))}"
-        place = Range(f"__{number}_0.distcp", *layouts[number].add(record, envelope))
-        held.setdefault(chunk.key, []).append(StoredChunk(chunk.offset, chunk.shape, place))
-        stored.chunks.append((chunk, place.file, record))
-    empty = torch_dist.object_envelope([None])
-    objects = {}
+        where = files.add_chunk(chunk.key, model.shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape)
+        chunks.append((chunk, *where))
     for key, place_in_grid, grid in model.objects:
         name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
-        objects[name] = Range("__0_0.distcp", *layouts[0].add(name, empty))
-    dtypes = {chunk.key: chunk.dtype for chunk in model.chunks}
-    tensors = {key: StoredTensor(model.shapes[key], dtypes[key], tuple(chunks)) for key, chunks in held.items()}
-    stored.files |= {f"__{number}_0.distcp": layout for number, layout in enumerate(layouts)}
-    stored.files[METADATA_NAME] = PlainFile(write(DcpMetadata(tensors, objects), nested_keys=False))
-    return stored
+        files.add_object(name, [None])
+    return Stored(files.layouts(nested_keys=False), chunks)
 
 
 def _zarr(model: GlobalModel) -> Stored:

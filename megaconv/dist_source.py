@@ -16,7 +16,7 @@ from formats.chunked import ChunkedTensor
 from formats.errors import CorruptCheckpoint
 from megaconv.dist_keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
 from megaconv.errors import UnknownFormat
-from megaconv.megatron_ranks import RankId, Ranks
+from megaconv.megatron_ranks import RankId, Ranks, Weights
 from megaconv.megatron_source import RankSource
 from megaconv.options import LoadOptions
 
@@ -37,7 +37,8 @@ class Directory(Protocol):
 
 def find_dist(path: Path) -> tuple[Path, str] | None:
     """(directory, `torch_dist`, `zarr` or `fsdp_dtensor`) of a Megatron checkpoint; None for anything else."""
-    version = path if (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
+    numbered = re.fullmatch(r"iter_\d{7,}|release", path.name) and torch_dist.is_dcp(path)
+    version = path if numbered or (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
     if version is None:
         return None
     backend = torch_dist.read_backend(version)
@@ -63,8 +64,8 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
     if not options.metadata_only:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
-    weights = dict(unstack(model_tensors(tensors)))
-    ranks = Ranks(1, 1, 1, {rank: state}, {rank: [dict(weights)]}, {rank: str(version)})
+    weights: Weights = dict(unstack(model_tensors(tensors)))
+    ranks = Ranks(1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)})
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     return RankSource(listing, ranks, args), backend
 
@@ -74,7 +75,9 @@ def _open(version: Path, backend: str) -> Directory:
         return torch_dist.open_directory(version)
     if backend == "zarr":
         return zarr_arrays.open_directory(version)
-    raise UnknownFormat(f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known are torch_dist and zarr")
+    raise UnknownFormat(
+        f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known are torch_dist and zarr"
+    )
 
 
 def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
@@ -97,6 +100,6 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
 def _warn_of_scales(version: Path, directory: Directory) -> None:
     """FP8 scales are the one thing in extra states that anybody could miss; the first layer's show whether there are any."""
     for name in directory.objects():
-        if re.search(rf"{re.escape(EXTRA_STATE)}/shard_0(\.0)*_", name):
-            if sum(getattr(directory.read_object(name), "shape", ())):
-                _log.warning("%s: %s holds FP8 scales, which are left out", version, name)
+        of_first = re.search(rf"{re.escape(EXTRA_STATE)}/shard_0(\.0)*_", name)
+        if of_first and sum(getattr(directory.read_object(name), "shape", ())):
+            _log.warning("%s: %s holds FP8 scales, which are left out", version, name)

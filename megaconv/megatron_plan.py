@@ -189,13 +189,18 @@ class _Planner:
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]]) -> dict[str, Any]:
-        state: dict[str, Any] = {"args": self.arguments, "checkpoint_version": 3.0, "iteration": self.header.training.iteration or 1}
+        state: dict[str, Any] = {
+            "args": self.arguments,
+            "checkpoint_version": 3.0,
+            "iteration": self.header.training.iteration or 1,
+        }
         state |= {model: self.style.nest(dict(self._entries(model, natives))) for model, natives in models.items()}
         return state | {"num_floating_point_operations_so_far": 0}
 
     def _entries(self, model: str, natives: list[NativeTensor]) -> Iterator[tuple[str, Placeholder | None]]:
         entries: dict[str, Placeholder | None] = {
-            native.name: Placeholder(f"{model}/{native.name}", native.shape, native_dtype(self.header, native)) for native in natives
+            native.name: Placeholder(f"{model}/{native.name}", native.shape, native_dtype(self.header, native))
+            for native in natives
         }
         for name, is_tensor in self.style.extra_states(entries).items():
             entries[name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None

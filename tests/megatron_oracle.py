@@ -290,7 +290,9 @@ def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[st
 def load_chunks(args: Namespace, version: Path) -> "list[GPTModel]":
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args announce."""
     stages = virtual_stages(args)
-    built = {f"model{'' if stage is None else stage}": build(args, stage) for stage in (range(stages) if stages else [None])}
+    built = {
+        f"model{'' if stage is None else stage}": build(args, stage) for stage in (range(stages) if stages else [None])
+    }
     distributed = (version / "metadata.json").exists()
     state = load_distributed(version, built) if distributed else read_rank_file(own_file(version, args))
     chunks = []
