@@ -46,11 +46,13 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         for name, tensor in found.items()
         if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
     }
+    config = family.complete(config, found)
     layers = min(config.layers, len(found) + 1)  # of more layers some have to be missing
+    bounded = replace(config, encoder_layers=min(config.encoder_layers, len(found) + 1))
     whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
     natives = [
         native
-        for native in native_tensors(family.rows, config, "hf", Layout(), 0, whole, config.vocab)
+        for native in native_tensors(family.rows, bounded, "hf", Layout(), 0, whole, config.vocab)
         if not native.tied_copy or native.name in found
     ]
     same_names([native.name for native in natives], found, weights.name)

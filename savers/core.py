@@ -1,6 +1,7 @@
 """Megatron core in `torch` format: a rank directory for every tensor and pipeline rank, the tracker, and `hf/` for the rest."""
 
 import logging
+from dataclasses import replace
 
 from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
@@ -20,6 +21,8 @@ NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     _check(options)
+    if header.config.head_activation and "activation" in options.allow_lossy:
+        header = replace(header, config=replace(header.config, head_activation="gelu"))
     layout = choose_layout(header.config, header.layout, options)
     naming = NAMINGS[options.transformer_impl] + ("+grouped" if options.grouped_experts else "")
     style = ModelStyle(naming, module_order, extra_states)
