@@ -41,6 +41,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
         }
+    for old, new in family.older.items():
+        found = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in found.items()}
     found = {
         name: tensor
         for name, tensor in found.items()

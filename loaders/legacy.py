@@ -57,7 +57,7 @@ def _require_known(ranks: Ranks) -> None:
     for part, description in _FOREIGN.items():
         if any(part in name for name in names):
             raise UnknownFamily(
-                f"{ranks.files[min(ranks.files)]}: a legacy model with {description}; only legacy GPT, Llama and the like, BERT and T5 are known"
+                f"{ranks.files[min(ranks.files)]}: a legacy model with {description}; only legacy GPT, Llama, BERT and T5 are known"
             )
 
 

@@ -43,6 +43,10 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         "it would compute something else with these weights",
     )
     yield (
+        legacy and config.positions == "relative",
+        "the model has relative positions, which Megatron's legacy models don't know: choose --saver core",
+    )
+    yield (
         config.post_norm and not legacy,
         "the original BERT norms the sum of a sublayer and what it was given; of Megatron's models only the legacy ones can "
         "do that: choose --saver legacy",

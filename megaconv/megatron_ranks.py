@@ -105,7 +105,7 @@ def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) 
         return sizes[0], 1, 1
     if len(sizes) == 3:
         return sizes[0], sizes[1], sizes[2]
-    tail = _TAIL
+    tail: tuple[str, ...] = _TAIL
     if any(name.startswith(_DECODER) for chunks in weights.values() for chunk in chunks for name in chunk):
         tail = tuple(name for name in _TAIL if "encoder" not in name)  # which ends on a stage of its own
     if any(name.startswith(tail) for name in weights[min(weights, key=lambda numbers: numbers[::-1])][-1]):

@@ -32,7 +32,6 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 def _require_expressible(config: ModelConfig) -> None:
     lacking = {
         "norms on q and k": config.qk_norm,
-        "relative positions": config.relative_buckets,
         "a sliding window": config.sliding_window,
         "experts, which we write for Megatron core only": config.experts,
     }

@@ -222,5 +222,6 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, read_hf, write_hf, IGNORED, prefix="bert.", complete=complete
+    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, read_hf, write_hf, IGNORED,
+    prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
 )  # fmt: skip
