@@ -53,7 +53,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     stored = {_WRAPPERS.sub("", name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
     naming, prefix = _spelling(path, family, stored)
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
-    tensors = whole_model(family, config, naming, found, str(path))
+    config, tensors = whole_model(family, config, naming, found, str(path))
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),

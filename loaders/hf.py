@@ -36,7 +36,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
         }
-    tensors = whole_model(family, config, "hf", found, weights.name)
+    for old, new in family.older.items():
+        found = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in found.items()}
+    config, tensors = whole_model(family, config, "hf", found, weights.name)
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),

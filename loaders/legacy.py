@@ -5,6 +5,7 @@ Since checkpoint version 2 the rows of the fused q, k, v lie as in core, head by
     version 0 (not written down)    all of q, all of k, all of v
     version 1                       row by row: the first of q, of k, of v, the second of q ...
 
+and so do the fused k, v of a T5's attention to its encoder.
 Source: fix_query_key_value_ordering in megatron/training/checkpointing.py of Megatron-LM.
 """
 
@@ -28,11 +29,6 @@ from megaconv.table import NativeTensor, Region
 DESCRIPTION = "Megatron before core, torch format, checkpoint versions 0 to 3"
 
 _FOREIGN = {
-    "language_model.decoder.": "an encoder and a decoder (T5)",
-    "lm_head.": "a BERT head",
-    "binary_head.": "a BERT head",
-    "language_model.pooler.": "a pooler (BERT)",
-    ".tokentype_embeddings.": "token types (BERT)",
     ".mlp.router.": "experts",
     ".mlp.switch.": "experts",
     "experts.": "experts",
@@ -50,18 +46,18 @@ def detect(path: Path) -> bool:
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family."""
     source = open_ranks(path, options, legacy=True)
-    _require_decoder(source.ranks)
+    _require_known(source.ranks)
     version = _version(source.state, source.args, source.ranks.files[min(source.ranks.files)])
     described = f"legacy, torch format, checkpoint version {version}"
     return open_model(source, options, Dialect(LEGACY, "legacy", described, lambda native: _arrange(native, version)))
 
 
-def _require_decoder(ranks: Ranks) -> None:
+def _require_known(ranks: Ranks) -> None:
     names = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
     for part, description in _FOREIGN.items():
         if any(part in name for name in names):
             raise UnknownFamily(
-                f"{ranks.files[min(ranks.files)]}: a legacy model with {description}; only legacy GPT, Llama and the like are known"
+                f"{ranks.files[min(ranks.files)]}: a legacy model with {description}; only legacy GPT, Llama, BERT and T5 are known"
             )
 
 
@@ -80,7 +76,7 @@ def _version(state: Mapping[str, Any], args: Namespace, file: str) -> int:
 
 def _arrange(native: NativeTensor, version: int) -> NativeTensor:
     """The same pieces in the order of rows that a version before 2 has; they are as long as each other."""
-    if version > 1 or ".query_key_value." not in native.name:
+    if version > 1 or not any(fused in native.name for fused in (".query_key_value.", ".key_value.")):
         return native
     boxes = {name: _bounds(regions) for name, regions in native.parts.items()}
     if len({box.rows for box in boxes.values()}) > 1:

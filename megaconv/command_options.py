@@ -132,7 +132,9 @@ Release = Annotated[
 ]
 AllowLossy = Annotated[
     list[str] | None,
-    typer.Option("--allow-lossy", help="Leave out a feature that the output has no words for: rope_scaling."),
+    typer.Option(
+        "--allow-lossy", help="Leave out a feature that the output has no words for: rope_scaling, activation."
+    ),
 ]
 
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Most memory that buffers may take.")]

@@ -10,10 +10,11 @@ from megaconv.errors import CorruptCheckpoint
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only model. Sizes are those of the whole model, before any sharding or padding."""
+    """One model. Sizes are those of the whole model, before any sharding or padding."""
 
     family: str
     layers: int
+    """Of the decoder, or of the only stack."""
     hidden: int
     heads: int
     kv_heads: int
@@ -26,11 +27,11 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None = None
     """As Hugging Face spells it, with `rope_type`; None when positions are not scaled."""
     positions: str = "rope"
-    """How a token's place is told: `rope`, or `learned` (a table of max_positions rows)."""
+    """How a token's place is told: `rope`, `learned` (a table of max_positions rows) or `relative` (biases on attention)."""
     normalization: str = "RMSNorm"
     """`RMSNorm`, or `LayerNorm`, which has biases."""
     activation: str = "silu"
-    """Of the MLP: `silu`, `gelu` (exact) or `gelu_tanh` (its approximation)."""
+    """Of the MLP: `silu`, `relu`, `gelu` (exact) or `gelu_tanh` (its approximation)."""
     gated: bool = True
     """Whether the MLP multiplies what its activation gives with a second projection."""
     rotary_percent: float = 1.0
@@ -40,6 +41,24 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    encoder_layers: int = 0
+    """Of an encoder that the decoder attends to; 0 where there is one stack."""
+    final_norm: bool = True
+    post_norm: bool = False
+    """Whether what a norm gives is carried on past the next sublayer, as in the original BERT, and not what it was given."""
+    token_types: int = 0
+    """Kinds of segments that have an embedding."""
+    binary_head: bool = False
+    """Whether a pooler and a head say if two segments follow each other."""
+    head_bias: bool = False
+    """Whether a head that may lack it has a bias per word."""
+    head_activation: str = ""
+    """Of the transform before a masked-language-model head, in the words of `activation`; empty without one."""
+    relative_buckets: int = 0
+    """Distances that relative positions tell apart, the largest of which is relative_distance."""
+    relative_distance: int = 0
+    scaled_attention: bool = True
+    """Whether attention scores are divided by the square root of head_dim."""
     sliding_window: int | None = None
     """Number of positions that a token attends to, itself included; None for all."""
     windowed_layers: tuple[int, ...] | None = None
@@ -77,7 +96,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises CorruptCheckpoint for values that no model has."""
         for name in ("layers", *SIZES):
-            value, least = getattr(self, name), 0 if name in ("experts", "moe_ffn", "shared_ffn") else 1
+            value, least = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
             if type(value) is not int or value < least:
                 raise CorruptCheckpoint(f"the model's {name} should be a positive number, found {value!r}")
         for name in ("norm_epsilon", "rope_theta", "rotary_percent"):
@@ -93,6 +112,8 @@ class ModelConfig:
         is_moe = self.experts > 0 and (self.moe_layers is None or layer in self.moe_layers)
         derived = {"moe": is_moe, "dense": not is_moe, "untied": not self.tie_embeddings}
         derived |= {"norm_bias": self.normalization == "LayerNorm", "learned": self.positions == "learned"}
+        derived |= {"relative": self.positions == "relative", "plain": not self.gated, "pre_norm": not self.post_norm}
+        derived |= {"first_layer": layer == 0, "later_layer": layer > 0}
         return all(derived[name] if name in derived else bool(getattr(self, name)) for name in features.split())
 
     def sizes(self) -> dict[str, int]:
@@ -100,7 +121,11 @@ class ModelConfig:
         return {name: getattr(self, name) for name in SIZES}
 
 
-SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions", "experts", "moe_ffn", "shared_ffn")
+SIZES = (
+    *("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions", "experts", "moe_ffn", "shared_ffn"),
+    *("encoder_layers", "token_types", "relative_buckets"),
+)
+MAY_BE_ZERO = ("experts", "moe_ffn", "shared_ffn", "encoder_layers", "token_types", "relative_buckets")
 STRUCTURE = (
     "layers",
     "hidden",
@@ -117,6 +142,11 @@ STRUCTURE = (
     "moe_layers",
     "shared_gate",
     "router_bias",
+    "encoder_layers",
+    "final_norm",
+    "token_types",
+    "binary_head",
+    "relative_buckets",
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
 

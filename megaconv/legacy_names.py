@@ -2,7 +2,10 @@
 
     {"language_model": {"embedding": {"word_embeddings": {"weight": ...}},
                         "encoder": {"layers.0.input_norm.weight": ..., "final_norm.weight": ...},
+                        "decoder": {"layers.0.input_norm.weight": ...},                (T5)
+                        "pooler": {"dense.weight": ...},                               (BERT)
                         "output_layer": {"weight": ..., "_extra_state": None}},        (untied models)
+     "lm_head": {"bias": ..., "dense.weight": ...}, "binary_head": {"weight": ...},    (BERT; T5 has the bias alone)
      "word_embeddings_for_head": {"weight": ...}}                          (tied ones, on the last of several stages)
 
 Releases before 2.5 say `transformer` for `encoder` and `attention` for `self_attention`, those before core 0.4
@@ -21,11 +24,15 @@ _DEEPEST = 4
 """Dictionaries inside each other."""
 
 _ORDER = (
-    MODEL, "word_embeddings_for_head", "embedding", _BLOCK, "output_layer", "layers", "final_norm",
-    "word_embeddings", "position_embeddings", "input_norm", "self_attention", "post_attention_norm", "mlp",
-    "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "weight", "bias", "_extra_state",
+    MODEL, "lm_head", "binary_head", "word_embeddings_for_head", "embedding", _BLOCK, "decoder", "pooler", "output_layer",
+    "layers", "final_norm", "word_embeddings", "position_embeddings", "tokentype_embeddings",
+    "input_norm", "self_attention", "post_attention_norm", "inter_attention", "post_inter_attention_norm", "mlp",
+    "weight", "bias", "_extra_state",
+    "query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "norm",
 )  # fmt: skip
-_LINEAR = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
+_FLAT = (_BLOCK, "decoder", "pooler", "lm_head")
+"""Inside these nothing nests."""
+_LINEAR = ("query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
 
 
 def flatten(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -46,16 +53,17 @@ def present(name: str) -> str:
     """An old spelling in the words of the last releases, others as they are."""
     name = re.sub(rf"^{MODEL}\.(word|position|tokentype)_embeddings\.", rf"{MODEL}.embedding.\1_embeddings.", name)
     name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
-    name = name.replace(".attention.", ".self_attention.")
+    name = name.replace(".attention.", ".self_attention.").replace("lm_head.layernorm.", "lm_head.norm.")
     return re.sub(r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name)
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The dictionaries that Megatron writes: a level for each word, but none inside the block of layers."""
+    """The dictionaries that Megatron writes: a level for each word, but none inside a block of layers or a head."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        outer, inner, rest = name.partition(f".{_BLOCK}.")
-        words = [*outer.split("."), _BLOCK, rest] if inner else name.split(".")
+        words = name.split(".")
+        depth = next((depth for depth, word in enumerate(words, 1) if word in _FLAT), len(words) - 1)
+        words = [*words[:depth], ".".join(words[depth:])]
         level = nested
         for word in words[:-1]:
             level = level.setdefault(word, {})
@@ -70,5 +78,5 @@ def legacy_order(name: str) -> tuple[tuple[int, int], ...]:
 
 def legacy_extra_states(names: Collection[str]) -> dict[str, bool]:
     """The `_extra_state` entries, none of them a tensor, that a model with these parameters has."""
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".layers." in name or ".output_layer." in name)
     return {module + EXTRA_STATE: False for module in modules if module.endswith(_LINEAR)}

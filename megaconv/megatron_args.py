@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.config import ModelConfig
+from megaconv.encoder_args import POST_NORM, encoder_arguments, read_encoder
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, UnknownFamily
 from megaconv.ir import TrainingState
 from megaconv.layout import LayerSplit, Layout, split_arguments, split_layers
@@ -40,6 +41,7 @@ def to_arguments(
         )
     return (
         _architecture(config)
+        | encoder_arguments(config, transformer_impl, legacy=legacy)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
@@ -121,7 +123,7 @@ def _positions(config: ModelConfig, allow_lossy: bool) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "seq_length": config.max_positions,
         "encoder_seq_length": config.max_positions,
-        "position_embedding_type": "rope" if config.positions == "rope" else "learned_absolute",
+        "position_embedding_type": {"learned": "learned_absolute"}.get(config.positions, config.positions),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
         "rotary_base": theta,
@@ -196,13 +198,14 @@ def _training(config: ModelConfig, training: TrainingState, transformer_impl: st
     }
 
 
-def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
+def from_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> ModelConfig:
     """The configuration that args describe.
 
     found: what the tensors say, as fields of ModelConfig; it wins over args, which some tools write wrongly.
+    legacy: whether they are of one of the models before core.
     Raises CorruptCheckpoint where args lack something that tensors can't tell, UnknownFamily for what isn't Llama-like.
     """
-    _require_known(args)
+    _require_known(args, post_norm=legacy and "head_activation" in found)
     heads = _need(args, "num_attention_heads")
     grouped = getattr(args, "group_query_attention", False)
     window, pattern = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
@@ -211,7 +214,7 @@ def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
         "kv_heads": _need(args, "num_query_groups") if grouped else heads,
         "head_dim": getattr(args, "kv_channels", None) or _need(args, "hidden_size") // heads,
         "max_positions": _need(args, "max_position_embeddings"),
-        "positions": "rope" if getattr(args, "position_embedding_type", "rope") == "rope" else "learned",
+        "positions": getattr(args, "position_embedding_type", "rope").removesuffix("_absolute"),
         "normalization": getattr(args, "normalization", "RMSNorm"),
         "activation": _read_activation(args, found["gated"]),
         "norm_epsilon": _first(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
@@ -229,6 +232,8 @@ def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
         ]
         fields["windowed_layers"] = tuple(windowed) if len(windowed) < len(layers) else None
     fields |= found
+    if fields.get("encoder_layers") or fields.get("head_activation"):
+        return ModelConfig(**fields | read_encoder(args, fields, legacy=legacy))
     family = _family(fields)
     if family != "glm4_moe" and fields["rotary_percent"] != 1.0:
         raise UnknownFamily(
@@ -283,13 +288,13 @@ def _read_activation(args: Namespace, gated: bool) -> str:
     return "gelu_tanh" if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False) else "gelu"
 
 
-def _require_known(args: Namespace) -> None:
-    known = {
-        "position_embedding_type": ("rope", "learned_absolute"),
+def _require_known(args: Namespace, *, post_norm: bool) -> None:
+    known: dict[str, tuple[Any, ...]] = {
+        "position_embedding_type": ("rope", "learned_absolute", "relative"),
         "normalization": ("RMSNorm", "LayerNorm"),
         "squared_relu": (False,),
         "rotary_interleaved": (False,),
-        "apply_residual_connection_post_layernorm": (False,),
+        POST_NORM: (False, True) if post_norm else (False,),
     }
     for name, values in known.items():
         actual = getattr(args, name, values[0])

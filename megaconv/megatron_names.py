@@ -8,9 +8,11 @@ EXTRA_STATE = "._extra_state"
 NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
 
 _ORDER = (
-    "embedding", "decoder", "output_layer", "layers", "final_layernorm", "word_embeddings", "position_embeddings",
-    "input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp",
-    "core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm",
+    "embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings",
+    "encoder_relative_pos_emb", "decoder_relative_pos_emb", "relative_attention_bias",
+    "encoder", "decoder", "lm_head", "output_layer", "binary_head", "pooler", "dense", "layer_norm", "layers", "final_layernorm",
+    "input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm", "mlp",
+    "core_attention", "linear_proj", "linear_q", "linear_kv", "linear_qkv", "q_layernorm", "k_layernorm",
     "router", "gate_weight", "linear_fc1", "linear_fc2", "experts", "local_experts", "shared_experts",
     "layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "_extra_state",
 )  # fmt: skip
@@ -44,6 +46,10 @@ def _word_order(word: str, words: Sequence[str]) -> tuple[int, int]:
     return (words.index(word), 0) if word in words else (words.index(bare), int(word[len(bare) :]))
 
 
+_NORMS = tuple(f"{name}.weight" for name in ("pre_cross_attn_layernorm", "pre_mlp_layernorm", "final_layernorm"))
+"""Norms that are modules of their own among Transformer Engine's too."""
+
+
 def extra_states(names: Collection[str]) -> dict[str, bool]:
     """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None)."""
     engine = naming_of(names).startswith("core+") or naming_of(names) == "core"
@@ -52,8 +58,9 @@ def extra_states(names: Collection[str]) -> dict[str, bool]:
     if engine:
         attention = [module for module in modules if module.endswith("linear_proj")]
         found |= {module.replace("linear_proj", "core_attention") + EXTRA_STATE: True for module in attention}
-        norms = [name for name in names if name.endswith(("pre_mlp_layernorm.weight", "final_layernorm.weight"))]
+        norms = [name for name in names if name.endswith(_NORMS)]
         found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
-    if "decoder.final_layernorm.weight" in names:
-        found["output_layer" + EXTRA_STATE] = False
-    return found
+    heads = [name for name in ("lm_head.output_layer", "output_layer") if any(n.startswith(f"{name}.") for n in names)]
+    if "decoder.final_layernorm.weight" in names and not heads:
+        heads = ["output_layer"]  # a tied one, which has no parameters of its own
+    return found | {head + EXTRA_STATE: False for head in heads}

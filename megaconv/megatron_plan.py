@@ -18,7 +18,7 @@ from megaconv.hf_config import CONFIG_NAME, config_json
 from megaconv.ir import Header, Key
 from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.megatron_args import to_arguments
-from megaconv.options import SaveOptions
+from megaconv.options import LOSSES, SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.sidecars import SIDECAR_DIRECTORY
 from megaconv.table import NativeTensor, Region, native_tensors
@@ -46,8 +46,10 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     if options.ckpt_format not in formats:
         raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
     for word in options.allow_lossy:
-        if word != "rope_scaling":
-            raise UsageError(f"--allow-lossy {word!r} is not known; the one loss that can be allowed is rope_scaling")
+        if word not in LOSSES:
+            raise UsageError(
+                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
+            )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
@@ -60,6 +62,11 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
     listed = options.split.stages()
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
         vpp = listed // pp  # Megatron counts virtual stages off the list too
+    if config.encoder_layers and pp * vpp > 1:
+        raise LayoutError(
+            f"pp x vpp = {pp} x {vpp}: a model with an encoder and a decoder ({config.encoder_layers} + {config.layers} layers) "
+            "stands on one pipeline stage, since Megatron core has no pipeline for it; leave --pp and --vpp out, or choose 1"
+        )
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
     stages = source.stage_layers if keep else split_layers(config.layers, pp, vpp, options.split)
     ep, etp = _expert_sizes(config, source, tp, options)
@@ -185,7 +192,7 @@ class _Planner:
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
         # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [native for native in natives if not (native.tied_copy and chunk.is_first)]
+        kept = [native for native in natives if native.alias or not (native.tied_copy and chunk.is_first)]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ _log = logging.getLogger("megaconv")
 Weights = dict[str, LazyTensor]
 _TAIL = ("decoder.final_layernorm", "output_layer", f"{MODEL}.encoder.final_norm", f"{MODEL}.output_layer")
 """How tensors of the last stage begin."""
+_DECODER = f"{MODEL}.decoder."
+"""How those of a legacy model that has an encoder besides."""
 
 
 class RankId(NamedTuple):
@@ -103,7 +105,10 @@ def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) 
         return sizes[0], 1, 1
     if len(sizes) == 3:
         return sizes[0], sizes[1], sizes[2]
-    if any(name.startswith(_TAIL) for name in weights[min(weights, key=lambda numbers: numbers[::-1])][-1]):
+    tail: tuple[str, ...] = _TAIL
+    if any(name.startswith(_DECODER) for chunks in weights.values() for chunk in chunks for name in chunk):
+        tail = tuple(name for name in _TAIL if "encoder" not in name)  # which ends on a stage of its own
+    if any(name.startswith(tail) for name in weights[min(weights, key=lambda numbers: numbers[::-1])][-1]):
         return sizes[0], 1, sizes[1]
     return sizes[0], sizes[1], 1
 

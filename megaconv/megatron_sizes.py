@@ -3,7 +3,7 @@
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
@@ -17,6 +17,9 @@ class Landmarks:
 
     embedding: str
     positions: str
+    encoder: str
+    decoder: str
+    """The stack of layers that is called so; `layers` and `final_norm` are of the one that the model ends with."""
     layers: str
     """In front of a layer's number."""
     final_norm: str
@@ -28,11 +31,18 @@ class Landmarks:
     o: str
     fc1: str
     fc2: str
+    token_types: str
+    head_bias: str
+    """Of a T5."""
+    transform: str = "lm_head.dense.weight"
+    """In front of BERT's head."""
 
 
 CORE = Landmarks(
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
+    "encoder.",
+    "decoder.",
     "decoder.layers.",
     "decoder.final_layernorm",
     "output_layer.weight",
@@ -41,10 +51,14 @@ CORE = Landmarks(
     "self_attention.linear_proj",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    "embedding.tokentype_embeddings.weight",
+    "lm_head.output_layer.bias",
 )
 LEGACY = Landmarks(
     "language_model.embedding.word_embeddings.weight",
     "language_model.embedding.position_embeddings.weight",
+    "language_model.encoder.",
+    "language_model.decoder.",
     "language_model.encoder.layers.",
     "language_model.encoder.final_norm",
     "language_model.output_layer.weight",
@@ -53,7 +67,18 @@ LEGACY = Landmarks(
     "self_attention.dense",
     "mlp.dense_h_to_4h",
     "mlp.dense_4h_to_h",
+    "language_model.embedding.tokentype_embeddings.weight",
+    "lm_head.bias",
 )
+
+
+def with_stacks(names: Landmarks, ranks: Ranks) -> Landmarks:
+    """The stack that a model ends with is its decoder if it has one, else its encoder, which is how legacy models call theirs."""
+    found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
+    last = next(stack for stack in (names.decoder, names.encoder, "") if any(name.startswith(stack) for name in found))
+    was = names.decoder if names.layers.startswith(names.decoder) else names.encoder
+    moved = {field: (last or was) + getattr(names, field).removeprefix(was) for field in ("layers", "final_norm")}
+    return replace(names, **moved)
 
 
 def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
@@ -65,11 +90,20 @@ def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
             chunks = ranks.dense(0, pp_rank)
             counts.append(_layer_count(chunks[vpp_rank], names.layers) if vpp_rank < len(chunks) else 0)
     expected = getattr(args, "num_layers", None)
+    if _encoder_layers(ranks, names) and sum(counts) == getattr(args, "decoder_num_layers", None):
+        expected = sum(counts)  # legacy; Megatron core gives a decoder num_layers whatever decoder_num_layers says
     if expected is not None and sum(counts) != expected:
         raise TensorMismatch(
             f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
         )
     return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=tuple(counts))
+
+
+def _encoder_layers(ranks: Ranks, names: Landmarks) -> int:
+    """Of an encoder beside the stack that the model ends with."""
+    return (
+        0 if names.layers.startswith(names.encoder) else _layer_count(ranks.dense(0, 0)[0], names.encoder + "layers.")
+    )
 
 
 def _layer_count(weights: Weights, prefix: str) -> int:
@@ -86,12 +120,18 @@ def padded_rows(ranks: Ranks, names: Landmarks) -> int:
 
 
 def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) -> dict[str, Any]:
-    """As fields of ModelConfig; the vocabulary with its padding. Raises UnknownFamily for what is no decoder."""
+    """As fields of ModelConfig; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
     first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
     layers = dict(_layers(ranks, layout, names.layers))
+    encoder_layers = _encoder_layers(ranks, names)
+    if encoder_layers and layout.pp > 1:
+        raise UnknownFamily(
+            f"{ranks.files[min(ranks.files)]}: has an encoder and a decoder over {layout.pp} pipeline stages, which releases "
+            "before core 0.14 could write; we read such models from one stage"
+        )
     if names.embedding not in first or not layers:
         raise UnknownFamily(
-            f"{ranks.files[min(ranks.files)]}: is no decoder that we know (it has no word embeddings, or no layers)"
+            f"{ranks.files[min(ranks.files)]}: is no model that we know (it has no word embeddings, or no layers)"
         )
     matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
     for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
@@ -119,9 +159,20 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
     found["gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
     if names.positions in first:
         found |= {"positions": "learned", "max_positions": first[names.positions].shape[0]}
-    if names.final_norm + ".bias" in last:
+    if any("norm" in name and name.endswith("bias") for name in attention):
         found["normalization"] = "LayerNorm"
+    if encoder_layers:
+        found |= {"encoder_layers": encoder_layers, "final_norm": names.final_norm + ".weight" in last}
+        found |= {"head_bias": names.head_bias in last} | _find_relative(first)
+    elif names.transform in last:
+        found |= {"head_activation": "gelu", "binary_head": "binary_head.weight" in last}
+        found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
     return found | _find_experts(layers)
+
+
+def _find_relative(first: Weights) -> dict[str, Any]:
+    table = first.get("encoder_relative_pos_emb.relative_attention_bias.weight")
+    return {} if table is None else {"positions": "relative", "relative_buckets": table.shape[0]}
 
 
 def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:

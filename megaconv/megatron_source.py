@@ -19,7 +19,14 @@ from megaconv.ir import Header, OpenedSource, TrainingState, describe, main_dtyp
 from megaconv.layout import Chunk, Layout
 from megaconv.megatron_args import from_arguments, read_layout, true_vocab
 from megaconv.megatron_ranks import RankId, Ranks, is_legacy, read_ranks
-from megaconv.megatron_sizes import Landmarks, expert_tensor_parallel_size, find_layout, find_sizes, padded_rows
+from megaconv.megatron_sizes import (
+    Landmarks,
+    expert_tensor_parallel_size,
+    find_layout,
+    find_sizes,
+    padded_rows,
+    with_stacks,
+)
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.table import NativeTensor, canonical_shapes, native_tensors
@@ -81,11 +88,13 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
 
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
-    listing, ranks, args, names = source.listing, source.ranks, source.args, dialect.landmarks
+    listing, ranks, args = source.listing, source.ranks, source.args
+    names = with_stacks(dialect.landmarks, ranks)
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
     layout = find_layout(ranks, args, names)
     found = find_sizes(ranks, layout, args, names)
-    config = _configure(found, args, sidecars, required=options.config is not None)
+    legacy = dialect.naming == "legacy"
+    config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts:
         layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
     written = read_layout(args, config) if by_args else layout
@@ -109,11 +118,13 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     return OpenedSource(header, {} if options.metadata_only else tensors)
 
 
-def _configure(found: Mapping[str, Any], args: Namespace, directory: Path, *, required: bool) -> ModelConfig:
+def _configure(
+    found: Mapping[str, Any], args: Namespace, directory: Path, *, required: bool, legacy: bool
+) -> ModelConfig:
     """From config.json where there is one, else from args; either has to agree with the tensors."""
     if not required and not (directory / CONFIG_NAME).is_file():
         with well_formed("the rank files' args"):
-            return from_arguments(args, found)
+            return from_arguments(args, found, legacy=legacy)
     _, config = read_config(directory / CONFIG_NAME)
     described = dict(found)
     if hasattr(args, "num_attention_heads"):

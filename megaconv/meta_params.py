@@ -183,6 +183,7 @@ def params_json(config: ModelConfig, kind: str, *, allow_lossy: bool) -> bytes:
 
 def _refusals(config: ModelConfig, kind: str, allow_lossy: bool) -> Iterator[tuple[str, bool, str]]:
     """(field, whether it is as the format needs it, what the model has otherwise)."""
+    yield "encoder", not (config.encoder_layers or config.head_activation), "an encoder"
     yield "qkv_bias", not (config.qkv_bias or config.o_bias), "attention biases"
     yield "mlp_bias", not config.mlp_bias, "MLP biases"
     yield "qk_norm", not config.qk_norm, "norms on q and k"

@@ -46,10 +46,13 @@ class SaveOptions:
     files: int | None = None
     """Files that the tensors of a distributed checkpoint are shared out over; None: as many as threads move them."""
     allow_lossy: tuple[str, ...] = ()
-    """Features that may be left out where the target has no words for them: `rope_scaling`."""
+    """Features that may be left out, or made like others, where the target has no words for them: any of LOSSES."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
 
+
+LOSSES = ("rope_scaling", "activation")
+"""`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu."""
 
 CHECKPOINT_TYPES = ("hf", "meta", "mistral")
 

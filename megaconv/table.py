@@ -11,7 +11,7 @@ where they lie in native ones. Evaluated in a rank's own sizes (heads / tp, ffn 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from formats.tensor import Box, Shape, matrix_shape
@@ -27,6 +27,10 @@ before core; Meta's own files and Mistral's. Meta's Llama 1 and 2 cut the embedd
 Megatron's namings may carry how experts are stored: `core+grouped` has one tensor per expert in a grouped layer of
 Transformer Engine, `core+legacy_grouped` all of a rank's experts in one; without it each expert is a module of its own.
 """
+
+
+STAGES = ("first", "encoder", "between", "layer", "last")
+"""Where a row's tensors lie, in the order of the model."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,16 @@ Spelling = str | Fused | StackedTransposed | Transposed | RotaryPairs | OtherAxi
 class Row:
     """One line of a family's table.
 
-    canonical: name pattern; `{l}` is the layer, `{e}` an expert, `{q|k|v}` stands for several tensors.
+    canonical: name pattern; `{l}` is the layer (`{l-1}` the one before), `{e}` an expert, `{q|k|v}` stands for several tensors.
     shapes: one per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
     tp: the axis that tensor parallelism cuts, None where every rank holds a copy.
+    stage: where it lies, in the order of the model: `first` (with the embedding), `encoder` (in each layer of an encoder), `between`
+    (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
     core_local, grouped, legacy_grouped: where they differ from core. legacy: Megatron's models before core, flattened to
     names with dots. meta: Meta's own files, and Mistral's.
-    tied_copy: names under which a tied model's tensor may be stored a second time.
+    tied_copy: names under which a tied model's tensor may be stored a second time, where stages are apart.
+    aliases: names, by naming, under which it is stored again: always by Megatron, now and then by Hugging Face.
     """
 
     canonical: str
@@ -106,6 +113,7 @@ class Row:
     when: str | None = None
     padded_vocab: bool = False
     tied_copy: Mapping[str, str] | None = None
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def spelling(self, naming: str) -> Spelling | None:
         base, _, experts = naming.partition("+")
@@ -156,7 +164,9 @@ class NativeTensor:
     tp: int | None = None
     """The axis that tensor parallelism cuts, or expert tensor parallelism; None where it cuts none."""
     tied_copy: bool = False
-    """A second copy of a tied embedding."""
+    """A second copy of a tensor, which a file may hold or not."""
+    alias: bool = False
+    """Such a copy that Megatron always writes."""
     of_experts: bool = False
     """Held by one expert-parallel rank, where others hold other experts."""
     padding_rows: int = 0
@@ -196,16 +206,33 @@ def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Sh
     return shapes
 
 
-def _name(pattern: str, layer: int | None, expert: int | None) -> str:
-    return pattern.replace("{l}", str(layer)).replace("{e}", str(expert))
+def _name(pattern: str, layer: int, expert: int | None) -> str:
+    return pattern.replace("{l}", str(layer)).replace("{l-1}", str(layer - 1)).replace("{e}", str(expert))
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:
-    for stage, layers in (("first", range(1)), ("layer", range(config.layers)), ("last", range(1))):
-        for layer in layers:
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    for stage in STAGES:
+        for _, layer in _layers(stage, config, whole):
             for row in rows:
                 if row.stage == stage and row.exists(config, layer):
                     yield row, layer
+
+
+def _layers(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int, int]]:
+    """(number in the chunk's own names, number in the model) of each layer of a stage that a chunk holds.
+
+    An encoder lies with the embedding: Megatron core parts no model that has two stacks. What comes before and after all
+    layers counts as one of number 0, and of the number after the last.
+    """
+    if stage == "layer":
+        yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
+    elif stage == "encoder":
+        yield from ((layer, layer) for layer in range(config.encoder_layers) if chunk.is_first)
+    elif stage == "last":
+        yield from [(config.layers, config.layers)] if chunk.is_last else []
+    else:
+        yield from [(0, 0)] if chunk.is_first else []
 
 
 def rank_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
@@ -265,27 +292,24 @@ def native_tensors(
     divide(vocab_rows, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
     whole = config.sizes() | {"vocab": vocab_rows}
     rank = _Rank(config, naming, layout, whole, sizes, tp_rank, tp_rank % layout.etp, ep_rank)
+    base = naming.partition("+")[0]
     for row in rows:
-        if row.stage == "layer":
-            for local in range(chunk.layers):
-                if row.exists(config, chunk.first_layer + local):
-                    yield from _natives(row, rank, local, chunk.first_layer + local)
-        elif row.exists(config, 0):
-            if chunk.is_first if row.stage == "first" else chunk.is_last:
-                yield from _natives(row, rank, None, 0)
-            if row.tied_copy and config.tie_embeddings and chunk.is_last:
-                yield _tied_copy(row, rank)
+        for local, layer in _layers(row.stage, config, chunk):
+            if row.exists(config, layer):
+                yield from _natives(row, rank, local, layer)
+                for name in row.aliases.get(base, ()):
+                    yield replace(_copy(row, rank, name), alias=True)
+        if row.tied_copy and config.tie_embeddings and chunk.is_last:
+            yield _copy(row, rank, row.tied_copy[base])
 
 
-def _tied_copy(row: Row, rank: _Rank) -> NativeTensor:
-    assert row.tied_copy is not None
-    name = row.tied_copy[rank.naming.partition("+")[0]]
+def _copy(row: Row, rank: _Rank, name: str) -> NativeTensor:
     as_head = replace(row, meta=name) if isinstance(row.meta, OtherAxis) else row
-    (native,) = _natives(as_head, rank, None, 0)
+    (native,) = _natives(as_head, rank, 0, 0)
     return NativeTensor(name, native.shape, native.parts, tied_copy=True, padding_rows=native.padding_rows)
 
 
-def _natives(row: Row, rank: _Rank, local_layer: int | None, layer: int) -> Iterator[NativeTensor]:
+def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[NativeTensor]:
     spelling = row.spelling(rank.naming)
     if spelling is None:
         raise NotExpressible(f"{row.canonical}: the {rank.naming} naming has no words for {row.when or 'this tensor'}")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from formats import safetensors, torch_zip
@@ -46,8 +47,8 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
 
 def whole_model(
     family: Family, config: ModelConfig, naming: str, found: Mapping[str, LazyTensor], where: str
-) -> dict[Key, LazyTensor]:
-    """The canonical tensors of a model that isn't cut. where: names it in messages.
+) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
+    """The canonical tensors of a model that isn't cut, and its configuration completed by them. where: for messages.
 
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """
@@ -56,13 +57,15 @@ def whole_model(
         for name, tensor in found.items()
         if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
     }
-    layers = min(config.layers, len(kept) + 1)  # of more layers some have to be missing
-    whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
+    config = family.complete(config, kept)
+    most = len(kept) + 1  # of more layers some have to be missing
+    bounded = replace(config, encoder_layers=min(config.encoder_layers, most))
+    whole = Chunk(0, 0, 0, min(config.layers, most), is_first=True, is_last=True)
     natives = [
         native
-        for native in native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+        for native in native_tensors(family.rows, bounded, naming, Layout(), 0, whole, config.vocab)
         if not native.tied_copy or native.name in kept
     ]
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
-    return assemble(canonical_shapes(family.rows, config), placed, strict=True)
+    return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)

@@ -1,6 +1,7 @@
 """Megatron core in `torch` format (a directory for every rank), `torch_dist` or `zarr`; the tracker, and `hf/` for the rest."""
 
 import logging
+from dataclasses import replace
 
 from megaconv.config import ModelConfig
 from megaconv.dist_plan import FORMATS, plan_dist
@@ -21,6 +22,8 @@ NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     _check(options)
+    if header.config.head_activation and "activation" in options.allow_lossy:
+        header = replace(header, config=replace(header.config, head_activation="gelu"))
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in FORMATS:
         planned = plan_dist(header, options, layout)

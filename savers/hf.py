@@ -1,5 +1,7 @@
 """Hugging Face directories: config.json, tokenizer files and safetensors in shards, ready for from_pretrained."""
 
+from dataclasses import replace
+
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, matrix_shape
@@ -17,6 +19,8 @@ DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)
+    if config.head_activation and "activation" in options.allow_lossy:
+        config = replace(config, head_activation=config.activation)
     written = table.write_hf(config)
     whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
     natives = [

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from tests import encoder_oracle
+
 if TYPE_CHECKING:
     import torch
     from megatron.core.models.gpt import GPTModel
@@ -57,6 +59,10 @@ class Megatron:
 
     def logits(self, checkpoint: Path, tokens: "torch.Tensor") -> "torch.Tensor":
         """float32 [batch, sequence, padded vocabulary]. Raises OracleFailed unless every name of every rank file fits."""
+        return cast("torch.Tensor", self.answer(checkpoint, tokens).float())
+
+    def answer(self, checkpoint: Path, tokens: Any) -> Any:
+        """For models with an encoder: questions and answers are those of tests/encoder_oracle.py."""
         import torch
 
         if not self._ranks:
@@ -72,7 +78,7 @@ class Megatron:
             raise OracleFailed(
                 "\n".join(f"rank {rank}: {reply}" for rank, reply in enumerate(replies)) + self._errors()
             )
-        return cast("torch.Tensor", torch.load(answer))
+        return torch.load(answer)
 
     def _start(self) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
@@ -207,7 +213,16 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     return TransformerConfig(**known | others | dict.fromkeys(without_cuda, False))
 
 
-def build(args: Namespace, virtual_stage: int | None) -> "GPTModel":
+def build(args: Namespace, virtual_stage: int | None) -> Any:
+    """One model chunk."""
+    if encoder_oracle.is_t5(args):
+        return encoder_oracle.build_t5(args, transformer_config(args))
+    if encoder_oracle.is_bert(args):
+        return encoder_oracle.build_bert(args, transformer_config(args), virtual_stage)
+    return build_gpt(args, virtual_stage)
+
+
+def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
     """One model chunk, as the GPT builder makes it.
 
     The builder itself, up to core 0.18, keeps two arguments from GPTModel, which takes them: rope_scaling_factor (then 8)
@@ -287,7 +302,7 @@ def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[st
     return loaded
 
 
-def load_chunks(args: Namespace, version: Path) -> "list[GPTModel]":
+def load_chunks(args: Namespace, version: Path) -> list[Any]:
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args announce."""
     stages = virtual_stages(args)
     built = {
@@ -305,20 +320,23 @@ def load_chunks(args: Namespace, version: Path) -> "list[GPTModel]":
     return chunks
 
 
-def forward(args: Namespace, chunks: "list[GPTModel]", tokens: "torch.Tensor") -> "torch.Tensor":
+def forward(args: Namespace, chunks: list[Any], asked: Any) -> Any:
     """Through all stages of all ranks; returns what this rank's last stage makes of it: logits only on the last rank."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    output = torch.empty(0)
+    if isinstance(asked, dict):
+        inputs = encoder_oracle.call_arguments(asked)
+    else:
+        inputs = (asked, torch.arange(asked.shape[1]).expand_as(asked), None)
+    tokens, output = inputs[0], torch.empty(0)
     for chunk in chunks:
         if not chunk.pre_process:
             received = torch.empty(tokens.shape[1], tokens.shape[0], args.hidden_size, dtype=args.params_dtype)
             dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(received)
-        output = chunk(tokens, positions, None)
+        output = chunk(*inputs)
         if not chunk.post_process:
             dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
     return output
@@ -335,7 +353,7 @@ def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
         logits = forward(args, load_chunks(args, version), torch.load(asked))
         first_group = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
         if parallel_state.is_pipeline_last_stage() and first_group:
-            torch.save(logits.float(), answered)
+            torch.save(logits, answered)
 
 
 def serve(rank: int) -> None:

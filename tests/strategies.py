@@ -58,7 +58,7 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
         family=family,
         layers=layers,
         hidden=(tp if naming == "meta" else 1) * draw(st.integers(1, 9)),
-        heads=kv_heads * (1 if family == "gpt2" else draw(st.integers(1, 3))),
+        heads=kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3))),
         kv_heads=kv_heads,
         head_dim=2 * draw(st.integers(1, 2)),
         ffn=tp * draw(st.integers(1, 4)),
@@ -69,6 +69,15 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
         tie_embeddings=draw(st.booleans()),
         **{name: speaks_of(family, naming, name) and draw(st.booleans()) for name in features},
     )
+    if family == "bert":
+        old = naming in ("hf", "legacy") and draw(st.booleans())
+        return replace(config, post_norm=old, token_types=draw(st.integers(0, 2)), binary_head=draw(st.booleans()))
+    if family == "t5":
+        kinds = ("rope", "learned", "relative") if naming != "legacy" else ("rope", "learned")
+        flags = {name: draw(st.booleans()) for name in ("gated", "final_norm", "head_bias")}
+        sizes = {"encoder_layers": draw(st.integers(1, 4)), "relative_buckets": draw(st.integers(1, 8))}
+        norm = draw(st.sampled_from(("RMSNorm", "LayerNorm")))
+        return replace(config, positions=draw(st.sampled_from(kinds)), normalization=norm, **flags, **sizes)
     if not has_experts(family):
         return config
     return replace(

@@ -1,8 +1,8 @@
 """Model families, one small file each: a table of tensors and the way from and to Hugging Face's configuration."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +34,10 @@ class Family:
     """What every model of the family has, of that which others may have: `qk_norm`."""
     prefix: str = ""
     """In front of all Hugging Face names but the head's; files saved from the bare model lack it."""
+    older: Mapping[str, str] = field(default_factory=dict)
+    """How Hugging Face names end in older files -> how they end now."""
+    complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
+    """What a config.json leaves open and only the names of the tensors beside it tell."""
 
 
 @cache

@@ -1,0 +1,249 @@
+"""T5: an encoder, and a decoder that attends to it. Megatron's is another function than transformers' of the same name.
+
+Megatron divides attention scores by the square root of the head size, and has biases, LayerNorm and learned positions unless
+told otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each in its own words: what one has
+and the other hasn't is refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.config import ModelConfig
+from megaconv.errors import NotExpressible
+from megaconv.families import Family
+from megaconv.hf_config import read_hf_common, refuse
+from megaconv.table import Fused, Row
+
+_HEADS = "heads*head_dim"
+
+
+_STAGE = {"encoder": "encoder", "decoder": "layer"}
+
+
+def _norm(stack: str, name: str, hf: str, core: str, core_local: str, legacy: str) -> tuple[Row, ...]:
+    """A norm in front of a sublayer, with a bias where it is a LayerNorm."""
+    layer = f"{stack}.layers.{{l}}."
+    return tuple(
+        Row(f"{layer}{name}.{word}", ("hidden",), stage=_STAGE[stack], when=when,
+            hf=f"{stack}.block.{{l}}.layer.{hf}.layer_norm.{word}",
+            core=f"{layer}{core}{word}",
+            core_local=f"{layer}{core_local}.{word}",
+            legacy=f"language_model.{layer}{legacy}.{word}")
+        for word, when in (("weight", None), ("bias", "norm_bias"))
+    )  # fmt: skip
+
+
+def _attention(stack: str) -> tuple[Row, ...]:
+    """Of a stack's layers to themselves."""
+    layer, stage = f"{stack}.layers.{{l}}.", _STAGE[stack]
+    hf, core, legacy = (
+        f"{stack}.block.{{l}}.layer.0.SelfAttention.",
+        f"{layer}self_attention.",
+        f"language_model.{layer}self_attention.",
+    )
+    return (
+        *_norm(stack, "input_norm", "0", "self_attention.linear_qkv.layer_norm_", "input_layernorm", "input_norm"),
+        Row(layer + "attn.{q|k|v}.weight", (f"{_HEADS} hidden",) * 3, tp=0, stage=stage,
+            hf=hf + "{q|k|v}.weight",
+            core=Fused(core + "linear_qkv.weight", groups="kv_heads"),
+            legacy=Fused(legacy + "query_key_value.weight", groups="kv_heads")),
+        Row(layer + "attn.{q|k|v}.bias", (_HEADS,) * 3, tp=0, stage=stage, when="qkv_bias",
+            hf=hf + "{q|k|v}.bias",
+            core=Fused(core + "linear_qkv.bias", groups="kv_heads"),
+            legacy=Fused(legacy + "query_key_value.bias", groups="kv_heads")),
+        Row(layer + "attn.o.weight", (f"hidden {_HEADS}",), tp=1, stage=stage,
+            hf=hf + "o.weight", core=core + "linear_proj.weight", legacy=legacy + "dense.weight"),
+        Row(layer + "attn.o.bias", ("hidden",), stage=stage, when="o_bias",
+            hf=hf + "o.bias", core=core + "linear_proj.bias", legacy=legacy + "dense.bias"),
+    )  # fmt: skip
+
+
+def _mlp(stack: str, part: int, norm: str) -> tuple[Row, ...]:
+    """part: which of a layer's parts Hugging Face has it as; norm: what the norm before it was called before core."""
+    layer, stage = f"{stack}.layers.{{l}}.", _STAGE[stack]
+    hf, core, legacy = (
+        f"{stack}.block.{{l}}.layer.{part}.DenseReluDense.",
+        f"{layer}mlp.linear_",
+        f"language_model.{layer}mlp.dense_",
+    )
+    return (
+        *_norm(stack, "mlp_norm", str(part), "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm", norm),
+        Row(layer + "mlp.up.weight", ("ffn hidden",), tp=0, stage=stage, when="plain",
+            hf=hf + "wi.weight", core=core + "fc1.weight", legacy=legacy + "h_to_4h.weight"),
+        Row(layer + "mlp.up.bias", ("ffn",), tp=0, stage=stage, when="plain mlp_bias",
+            hf=hf + "wi.bias", core=core + "fc1.bias", legacy=legacy + "h_to_4h.bias"),
+        Row(layer + "mlp.{gate|up}.weight", ("ffn hidden",) * 2, tp=0, stage=stage, when="gated",
+            hf=hf + "{wi_0|wi_1}.weight", core=Fused(core + "fc1.weight"), legacy=Fused(legacy + "h_to_4h.weight")),
+        Row(layer + "mlp.{gate|up}.bias", ("ffn",) * 2, tp=0, stage=stage, when="gated mlp_bias",
+            hf=hf + "{wi_0|wi_1}.bias", core=Fused(core + "fc1.bias"), legacy=Fused(legacy + "h_to_4h.bias")),
+        Row(layer + "mlp.down.weight", ("hidden ffn",), tp=1, stage=stage,
+            hf=hf + "wo.weight", core=core + "fc2.weight", legacy=legacy + "4h_to_h.weight"),
+        Row(layer + "mlp.down.bias", ("hidden",), stage=stage, when="mlp_bias",
+            hf=hf + "wo.bias", core=core + "fc2.bias", legacy=legacy + "4h_to_h.bias"),
+    )  # fmt: skip
+
+
+def _ends(stack: str, stage: str) -> tuple[Row, ...]:
+    """The norm after a stack, and the biases of its relative positions."""
+    hf, core = f"{stack}.final_layer_norm.", f"{stack}.final_layernorm."
+    return (
+        Row(f"{stack}.relative_bias.weight", ("relative_buckets heads",), stage=stage, when="relative",
+            hf=f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            core=f"{stack}_relative_pos_emb.relative_attention_bias.weight"),
+        *(Row(f"{stack}.final_norm.{word}", ("hidden",), stage=stage, when=when,
+              hf=hf + word, core=core + word, legacy=f"language_model.{stack}.final_norm.{word}")
+          for word, when in (("weight", "final_norm"), ("bias", "final_norm norm_bias"))),
+    )  # fmt: skip
+
+
+_DECODER = "decoder.layers.{l}."
+_LEGACY = "language_model." + _DECODER
+_HF_CROSS = "decoder.block.{l}.layer.1."
+
+EMBEDDINGS = (
+    Row("embed.weight", ("vocab hidden",), tp=0, stage="first", padded_vocab=True,
+        hf="shared.weight",
+        core="embedding.word_embeddings.weight",
+        legacy="language_model.embedding.word_embeddings.weight",
+        tied_copy={"hf": "lm_head.weight", "core": "output_layer.weight", "core_local": "output_layer.weight",
+                   "legacy": "word_embeddings_for_head.weight"},
+        aliases={"hf": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")}),
+    Row("positions.weight", ("max_positions hidden",), stage="first", when="learned",
+        hf="position_embeddings.weight",
+        core="embedding.position_embeddings.weight",
+        legacy="language_model.embedding.position_embeddings.weight",
+        aliases=dict.fromkeys(("core", "core_local"), ("position_embeddings.weight",))),
+)  # fmt: skip
+
+CROSS_ATTENTION = (
+    *_norm("decoder", "cross_norm", "1", "pre_cross_attn_layernorm.", "pre_cross_attn_layernorm", "post_attention_norm"),
+    Row(_DECODER + "cross.q.weight", (f"{_HEADS} hidden",), tp=0,
+        hf=_HF_CROSS + "EncDecAttention.q.weight",
+        core=_DECODER + "cross_attention.linear_q.weight",
+        legacy=_LEGACY + "inter_attention.query.weight"),
+    Row(_DECODER + "cross.q.bias", (_HEADS,), tp=0, when="qkv_bias",
+        hf=_HF_CROSS + "EncDecAttention.q.bias",
+        core=_DECODER + "cross_attention.linear_q.bias",
+        legacy=_LEGACY + "inter_attention.query.bias"),
+    Row(_DECODER + "cross.{k|v}.weight", (f"{_HEADS} hidden",) * 2, tp=0,
+        hf=_HF_CROSS + "EncDecAttention.{k|v}.weight",
+        core=Fused(_DECODER + "cross_attention.linear_kv.weight", groups="kv_heads"),
+        legacy=Fused(_LEGACY + "inter_attention.key_value.weight", groups="kv_heads")),
+    Row(_DECODER + "cross.{k|v}.bias", (_HEADS,) * 2, tp=0, when="qkv_bias",
+        hf=_HF_CROSS + "EncDecAttention.{k|v}.bias",
+        core=Fused(_DECODER + "cross_attention.linear_kv.bias", groups="kv_heads"),
+        legacy=Fused(_LEGACY + "inter_attention.key_value.bias", groups="kv_heads")),
+    Row(_DECODER + "cross.o.weight", (f"hidden {_HEADS}",), tp=1,
+        hf=_HF_CROSS + "EncDecAttention.o.weight",
+        core=_DECODER + "cross_attention.linear_proj.weight",
+        legacy=_LEGACY + "inter_attention.dense.weight"),
+    Row(_DECODER + "cross.o.bias", ("hidden",), when="o_bias",
+        hf=_HF_CROSS + "EncDecAttention.o.bias",
+        core=_DECODER + "cross_attention.linear_proj.bias",
+        legacy=_LEGACY + "inter_attention.dense.bias"),
+)  # fmt: skip
+
+HEAD = (
+    Row("head.weight", ("vocab hidden",), tp=0, stage="last", when="untied", padded_vocab=True,
+        hf="lm_head.weight",
+        core="lm_head.output_layer.weight",
+        legacy="language_model.output_layer.weight",
+        aliases=dict.fromkeys(("core", "core_local"), ("output_layer.weight",))),
+    Row("head.bias", ("vocab",), tp=0, stage="last", when="head_bias", padded_vocab=True,
+        hf="lm_head.bias",
+        core="lm_head.output_layer.bias",
+        legacy="lm_head.bias",
+        aliases=dict.fromkeys(("core", "core_local"), ("output_layer.bias",))),
+)  # fmt: skip
+
+ROWS = (
+    *EMBEDDINGS,
+    *_attention("encoder"),
+    *_mlp("encoder", 1, "post_attention_norm"),
+    *_ends("encoder", "between"),
+    *_attention("decoder"),
+    *CROSS_ATTENTION,
+    *_mlp("decoder", 2, "post_inter_attention_norm"),
+    *_ends("decoder", "last"),
+    *HEAD,
+)
+IGNORED = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
+"""The first files had one more table, which nothing uses."""
+
+_ACTIVATIONS = {
+    "relu": ("relu", False),
+    "gelu": ("gelu", False),
+    "gated-gelu": ("gelu_tanh", True),
+    "gated-silu": ("silu", True),
+}
+"""feed_forward_proj -> (activation, whether it is a gate)."""
+
+
+def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    kind = raw.get("feed_forward_proj", "relu")
+    if kind not in _ACTIVATIONS:
+        raise NotExpressible(
+            f"config.json: feed_forward_proj {kind!r} is not known; known are {', '.join(_ACTIVATIONS)}"
+        )
+    activation, gated = _ACTIVATIONS[kind]
+    layers = raw.get("num_decoder_layers")
+    return ModelConfig(
+        family="t5",
+        layers=raw["num_layers"] if layers is None else layers,
+        encoder_layers=raw["num_layers"],
+        hidden=raw["d_model"],
+        heads=raw["num_heads"],
+        kv_heads=raw["num_heads"],
+        head_dim=raw["d_kv"],
+        ffn=raw["d_ff"],
+        max_positions=raw.get("n_positions") or 512,
+        norm_epsilon=raw.get("layer_norm_epsilon", 1e-6),
+        rope_theta=10000.0,
+        positions="relative",
+        relative_buckets=raw.get("relative_attention_num_buckets", 32),
+        relative_distance=raw.get("relative_attention_max_distance", 128),
+        activation=activation,
+        gated=gated,
+        scaled_attention=False,
+        **read_hf_common({"pad_token_id": 0, "eos_token_id": 1, **raw}, tied=True),
+    )
+
+
+def write_hf(config: ModelConfig) -> dict[str, Any]:
+    kind = "T5ForConditionalGeneration"
+    refuse(
+        config,
+        kind,
+        scaled_attention="attention scores divided by the square root of the head size (all of Megatron's are)",
+    )
+    refuse(config, kind, qkv_bias="biases", o_bias="biases", mlp_bias="biases", head_bias="a bias on its head")
+    if config.positions != "relative" or config.normalization != "RMSNorm" or not config.final_norm:
+        raise NotExpressible(
+            f"the model's positions or norms are not those of {kind}: relative ones, RMSNorm everywhere"
+        )
+    words = {found: word for word, found in _ACTIVATIONS.items()}
+    return {
+        "architectures": [kind],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "feed_forward_proj": words[config.activation, config.gated],
+        "d_model": config.hidden,
+        "d_kv": config.head_dim,
+        "d_ff": config.ffn,
+        "num_heads": config.heads,
+        "num_layers": config.encoder_layers,
+        "num_decoder_layers": config.layers,
+        "n_positions": config.max_positions,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "relative_attention_num_buckets": config.relative_buckets,
+        "relative_attention_max_distance": config.relative_distance,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.dtype,
+        "vocab_size": config.vocab,
+        "pad_token_id": config.pad_token_id,
+        "eos_token_id": config.eos_token_id,
+        "decoder_start_token_id": config.pad_token_id,
+    }
+
+
+FAMILY = Family("t5", ("T5ForConditionalGeneration",), "t5", ROWS, read_hf, write_hf, IGNORED)
