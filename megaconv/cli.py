@@ -106,7 +106,8 @@ def convert(
     save = SaveOptions(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
-        vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
+        vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size),
+        ckpt_format=ckpt_format, files=dist_files,
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type,
     )  # fmt: skip
     options = ConvertOptions(
