@@ -25,7 +25,8 @@ class PlannedChunk:
     cols: int
     """That regions count in: those of the native tensor, 1 for a vector."""
     parts: Mapping[str, tuple[Region, ...]]
-    """By canonical name; rows and columns count in the chunk."""
+    """By canonical name; rows and columns count in the chunk. A chunk with padding names the tensor that it pads, even if it
+    holds nothing else of it."""
     padding: range = range(0)
     """The chunk's own rows that belong to no canonical tensor."""
 
@@ -42,10 +43,10 @@ def cut(native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int) ->
             vector = len(native.shape) == 1
             offset, shape = ((run.start,), (len(run),)) if vector else ((run.start, col), (len(run), width))
             parts = {name: tuple(_inside(regions, box)) for name, regions in native.parts.items()}
+            padding = range(min(max(0, filled - run.start), len(run)), len(run))
             yield PlannedChunk(
                 key, (*place, *offset), (*(1,) * len(place), *shape), dtype, width,
-                {name: regions for name, regions in parts.items() if regions},
-                range(min(max(0, filled - run.start), len(run)), len(run)),
+                {name: regions for name, regions in parts.items() if regions or padding}, padding,
             )  # fmt: skip
 
 

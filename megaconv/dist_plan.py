@@ -73,7 +73,7 @@ class GlobalModel:
         natives = [
             native
             for native in native_tensors(family(config.family).rows, config, "core", Layout(), 0, whole, padded)
-            if not native.tied_copy
+            if not native.tied_copy or native.alias
         ]
         stacked = config.moe_layers is None
         places: dict[str, Shape] = {}
@@ -162,17 +162,12 @@ def place(
         row_bytes = chunk.cols * ITEMSIZE[chunk.dtype]
         padding, parts = chunk.padding, dict(chunk.parts)
         if padding and options.vocab_padding == "repeat":
-            name = _padded_name(chunk, header)
+            (name,) = parts
             again = Region(Box(last, last + 1, 0, chunk.cols), padding.start, repeat=len(padding))
-            parts[name] = (*parts.get(name, ()), again)
+            parts[name] = (*parts[name], again)
         elif padding:
             zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
         for name, regions in parts.items():
-            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+            if regions:
+                placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
     return placements, zeros
-
-
-def _padded_name(chunk: PlannedChunk, header: Header) -> str:
-    """The canonical tensor whose last row pads a chunk, which may hold nothing else of it."""
-    rows = [row for row in family(header.config.family).rows if row.padded_vocab]
-    return next(row.canonical for row in rows if getattr(row.core, "name", row.core) == chunk.key)
