@@ -2,9 +2,11 @@
 
 .ckpt.megaconv-partial/          beside the target `ckpt`
     journal.jsonl                what has been finished, for a run that is resumed
+    journal-1.jsonl …            the same of other processes that write files of this output
     data/                        becomes `ckpt`
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -87,14 +89,18 @@ class StagedFile:
 
 
 class Staging:
-    """The directory in which an output grows. One process at a time: a second one on the same target is refused."""
+    """The directory in which an output grows. One run at a time: a second one on the same target is refused."""
 
-    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
-        """Raises TargetExists when something other than an empty directory is there and overwrite is not given."""
+    def __init__(self, target: Path, *, overwrite: bool = False, member: int = 0) -> None:
+        """Raises TargetExists when something other than an empty directory is there and overwrite is not given.
+
+        member: which of the processes that write this output together. Number 0 opens before the others and commits
+        after them; the others sync() and keep() what they have written.
+        """
         self.target = Path(os.path.realpath(target))
         if not overwrite and _occupied(self.target):
             raise TargetExists(f"{target}: already exists; choose another place, or give --overwrite to replace it")
-        self._overwrite = overwrite
+        self._overwrite, self._member = overwrite, member
         self.root = self.target.parent / f".{self.target.name}{_SUFFIX}"
         self.data = self.root / "data"
         self._files: list[StagedFile] = []
@@ -108,34 +114,38 @@ class Staging:
         sizes: of the files, by name, that the entries vouch for; where one was lost the entries count for nothing.
         """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.root, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._member:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+            return self._take_over(plan_id, resume, sizes or {})
         except BlockingIOError:
-            self._release()
             raise TargetExists(f"{self.target}: another run is writing it just now") from None
         except OSError as error:
             raise _explain(error, self.root) from error
+
+    def _take_lock(self) -> None:
+        """Raises BlockingIOError when somebody has it."""
+        self._lock = os.open(self.root, os.O_RDONLY)
         try:
-            return self._take_over(plan_id, resume, sizes or {})
-        except OSError as error:
-            raise _explain(error, self.root) from error
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._release()
+            raise
 
     def _take_over(self, plan_id: str, resume: bool, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-        path = self.root / "journal.jsonl"
+        path = self.root / (f"journal-{self._member}.jsonl" if self._member else "journal.jsonl")
         entries, valid_bytes = _read_journal(path) if resume else ([], 0)
         whole = all(
             (self.data / name).is_file() and (self.data / name).stat().st_size == size for name, size in sizes.items()
         )
         if not entries or entries[0].get("plan") != plan_id or (len(entries) > 1 and not whole):
-            entries = []
-            for old in self.root.iterdir():
+            entries, valid_bytes = [], 0
+            for old in () if self._member else self.root.iterdir():
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         self.data.mkdir(exist_ok=True)
         self._journal = path.open("ab")
-        if entries:
-            self._journal.truncate(valid_bytes)  # without the line that the interrupted run was writing
-        else:
+        self._journal.truncate(valid_bytes)  # without the line that the interrupted run was writing
+        if not entries:
             self.record([{"plan": plan_id}])
         return entries[1:]
 
@@ -155,10 +165,14 @@ class Staging:
         except OSError as error:
             raise _explain(error, self.root) from error
 
-    def commit(self) -> None:
-        """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched."""
+    def sync(self) -> None:
+        """Bring this process's files to disk."""
         for file in self._files:
             file.sync()
+
+    def commit(self) -> None:
+        """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched."""
+        self.sync()
         try:
             for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
                 _sync_directory(directory)
@@ -202,14 +216,18 @@ class Staging:
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
 
     def discard(self) -> None:
-        """Remove the staging directory and all that is in it, unless it is another run's."""
+        """Remove the staging directory and all that is in it, unless it is another run's, or member 0 is there to do it."""
+        joined = self._journal is not None
         self._close()
+        if joined and self._member:
+            with contextlib.suppress(OSError):
+                self._take_lock()  # member 0 has gone without removing it
         if self._lock is not None:
             shutil.rmtree(self.root, ignore_errors=True)
         self._release()
 
     def keep(self) -> None:
-        """Leave the staging directory for a run that resumes."""
+        """Leave the staging directory to a run that resumes, or to member 0."""
         self._close()
         self._release()
 

@@ -79,17 +79,22 @@ class LazyTensor(Protocol):
 def row_blocks(shape: Shape, dtype: str, block_bytes: int) -> Iterator[Box]:
     """Boxes of at most block_bytes (and at least one element) that cover a tensor in row-major order, front to back."""
     rows, cols = matrix_shape(shape)
-    if not rows or not cols:
+    return box_blocks(Box(0, rows, 0, cols), dtype, block_bytes)
+
+
+def box_blocks(box: Box, dtype: str, block_bytes: int) -> Iterator[Box]:
+    """The same for a rectangle of a tensor."""
+    if not box.rows or not box.cols:
         return
     block_elements = max(1, block_bytes // ITEMSIZE[dtype])
-    if cols <= block_elements:
-        step = block_elements // cols
-        for row in range(0, rows, step):
-            yield Box(row, min(row + step, rows), 0, cols)
+    if box.cols <= block_elements:
+        step = block_elements // box.cols
+        for row in range(box.row0, box.row1, step):
+            yield Box(row, min(row + step, box.row1), box.col0, box.col1)
     else:
-        for row in range(rows):
-            for col in range(0, cols, block_elements):
-                yield Box(row, row + 1, col, min(col + block_elements, cols))
+        for row in range(box.row0, box.row1):
+            for col in range(box.col0, box.col1, block_elements):
+                yield Box(row, row + 1, col, min(col + block_elements, box.col1))
 
 
 @dataclass

@@ -98,6 +98,7 @@ def convert(
     from megaconv.conversion import ConvertOptions
     from megaconv.layout import LayerSplit
     from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
+    from megaconv.ranks import started_ranks
 
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     split = LayerSplit(
@@ -115,22 +116,25 @@ def convert(
         dtype=opt.one_dtype(dtype, bf16, fp16),
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
     )  # fmt: skip
-    if dry_run:
+    ranks = started_ranks()
+    if not dry_run:
+        _convert(load_dir, save_dir, saver, options, ranks, as_json)
+    elif ranks.rank == 0:
         _dry_run(load_dir, save_dir, saver, options, as_json)
-    else:
-        _convert(load_dir, save_dir, saver, options, as_json)
 
 
-def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
+def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
     from megaconv.conversion import convert as run
     from megaconv.inspection import readable
     from megaconv.progress import Progress
 
     try:
-        with Progress("converting", lambda: _size(load_dir, options.load)) as progress:
-            report = run(load_dir, save_dir, saver, options, progress.advance)
+        with Progress("converting", lambda: _size(load_dir, options.load), shown=ranks.rank == 0) as progress:
+            report = run(load_dir, save_dir, saver, options, progress.advance, ranks)
     except Interrupted:
         raise Interrupted("give --resume again to go on" if options.resume else "") from None
+    if ranks.rank:
+        return
     if as_json:
         _print_json(report.to_json())
         return

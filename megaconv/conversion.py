@@ -6,7 +6,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.cast import CastSource, dtype_name
-from megaconv.errors import Cancelled, Interrupted, ModelsDiffer, UsageError
+from megaconv.errors import Cancelled, ModelsDiffer, UsageError
 from megaconv.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.hub import resolve
 from megaconv.ir import Header, Key, Source
 from megaconv.options import LoadOptions, SaveOptions
 from megaconv.plan import OutputPlan, block_bytes, default_workers, memory_needed
+from megaconv.ranks import ALONE, Ranks
+from megaconv.shares import Share, share_out
 from megaconv.stream import Stream, as_lazy
 from megaconv.transfer import Transfer
 
@@ -134,52 +136,82 @@ def convert(
     saver: str,
     options: ConvertOptions,
     advance: Callable[[int], None] = lambda count: None,
+    ranks: Ranks = ALONE,
 ) -> Report:
-    """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError."""
-    started = time.monotonic()
-    staging = Staging(Path(save_dir), overwrite=options.overwrite)
-    if staging.target in Path(os.path.realpath(resolve(str(load_dir)))).parents:
-        raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
-    source, report = prepare(load_dir, save_dir, saver, options)
-    if not options.resume:
-        staging.require_space(report.nbytes)
-    try:
-        fingerprint = _transfer(source, report.plan, staging, resolve(str(load_dir)), options, advance)
-        staging.file(RECORD_NAME, report.record_bytes).write(
-            0, _record(str(load_dir), saver, source.header, fingerprint)
-        )
-        if options.verify:
-            verify_fingerprint(staging.data, fingerprint, _workers(options))
-        staging.commit()
-    except BaseException as error:
-        # An interrupted run is worth keeping only for somebody who said that they'd resume it.
-        if options.resume and isinstance(error, (Interrupted, KeyboardInterrupt)):
-            staging.keep()
-        else:
-            staging.discard()
-        raise
+    """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError.
+
+    ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
+    """
+    with ranks:
+        started = time.monotonic()
+        staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
+        path = resolve(str(load_dir))
+        if staging.target in Path(os.path.realpath(path)).parents:
+            raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
+        source, report = prepare(load_dir, save_dir, saver, options)
+        identity = _identity(path, options.dtype)
+        ranks.agree("source", identity)
+        ranks.agree("options", repr((saver, staging.target, options)))
+        if not options.resume and not ranks.rank:
+            staging.require_space(report.nbytes)
+        shares = share_out(report.plan, source.header.manifest, ranks.size)
+        try:
+            digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
+            if ranks.rank:
+                staging.sync()  # rank 0 does when it commits
+            fingerprint = combine(_gather(ranks, shares, digests))
+            if options.verify:
+                verify_fingerprint(staging.data, fingerprint, frozenset(shares[ranks.rank].hashed), _workers(options))
+                ranks.gather("")
+            if ranks.rank:
+                staging.keep()
+            else:
+                record = staging.file(RECORD_NAME, report.record_bytes)
+                record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
+                staging.commit()
+        except BaseException as error:
+            # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+            interrupted = ranks.fail(error)
+            if options.resume and interrupted:
+                staging.keep()
+            else:
+                staging.discard()
+            raise
     return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
 
 
 def _transfer(
     source: Source,
-    plan: OutputPlan,
+    share: Share,
     staging: Staging,
-    path: Path,
+    identity: str,
     options: ConvertOptions,
     advance: Callable[[int], None],
-) -> Fingerprint:
+    ranks: Ranks,
+) -> dict[Key, str]:
+    """Write one share; returns the fingerprints of the tensors that it hashes."""
     workers = _workers(options)
-    transfer = Transfer(
-        plan, staging, source=_identity(path, options.dtype), resume=options.resume,
-        block_bytes=block_bytes(options.max_memory, workers), advance=advance,
-    )  # fmt: skip
+    with ranks.first_goes_first():
+        transfer = Transfer(
+            share, staging, source=identity, resume=options.resume,
+            block_bytes=block_bytes(options.max_memory, workers), advance=advance,
+        )  # fmt: skip
     stream = Stream(options.max_memory // 2)
     sender = threading.Thread(target=_send, args=(source, stream), name="loader", daemon=True)
     sender.start()
     digests = transfer.run(stream, workers)
     sender.join()
-    return combine(digests)
+    return digests
+
+
+def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -> dict[Key, str]:
+    """The fingerprints of all tensors, in the manifest's order of each share; waits for all ranks."""
+    gathered = ranks.gather("".join(digests[key] for key in shares[ranks.rank].hashed))
+    return {
+        key: text[64 * index : 64 * (index + 1)]
+        for share, text in zip(shares, gathered, strict=True)
+        for index, key in enumerate(share.hashed)
+    }
 
 
 def _send(source: Source, stream: Stream) -> None:
@@ -197,15 +229,14 @@ def _send(source: Source, stream: Stream) -> None:
         stream.fail(error)
 
 
-def verify_fingerprint(path: Path, expected: Fingerprint, workers: int) -> None:
-    """Read a finished output back. Raises ModelsDiffer unless it holds exactly what was streamed."""
+def verify_fingerprint(path: Path, expected: Fingerprint, keys: Collection[Key], workers: int) -> None:
+    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed."""
     _, source = open_source(path)
-    found = fingerprint_source(source, workers)
-    for key, digest in expected.tensors.items():
-        if found.tensors.get(key) != digest:
-            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
-    if found.weights != expected.weights:
+    if source.header.manifest.keys() != expected.tensors.keys():
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
+    for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
+        if expected.tensors[key] != digest:
+            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
 
 
 def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerprint) -> bytes:

@@ -5,7 +5,7 @@ over the sorted list of names and tensor fingerprints, one for the weights and o
 fusion, padding, sharding and format leave no trace in them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,9 +63,14 @@ def read_blocks(tensor: LazyTensor) -> Iterator[Bytes]:
         yield block
 
 
-def fingerprint_source(source: Source, workers: int, advance: Callable[[int], None] | None = None) -> Fingerprint:
-    """Reads every tensor once."""
+def fingerprint_source(
+    source: Source,
+    workers: int,
+    advance: Callable[[int], None] | None = None,
+    only: Collection[Key] | None = None,
+) -> Fingerprint:
+    """Reads every tensor once, or those of them that are asked for."""
     with ThreadPoolExecutor(workers) as pool:
-        items = list(source.tensors())
+        items = [(key, tensor) for key, tensor in source.tensors() if only is None or key in only]
         digests = pool.map(lambda item: fingerprint_tensor(item[1], advance), items)
         return combine({key: digest for (key, _), digest in zip(items, digests, strict=True)})

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.output import FileLayout
+from formats.tensor import Box
 from megaconv.ir import Key
 from megaconv.table import Region
 
@@ -24,6 +25,23 @@ class Placement:
     row_bytes: int
     """Of the native tensor."""
     regions: Sequence[Region]
+
+
+def needed_boxes(placements: Sequence[Placement]) -> list[Box]:
+    """Rectangles in row order, without overlap, that hold all of a canonical tensor that these placements need.
+
+    Their rows are exactly those needed; their columns reach from the first to the last that any row needs.
+    """
+    boxes = sorted(region.box for placement in placements for region in placement.regions)
+    col0, col1 = min((box.col0 for box in boxes), default=0), max((box.col1 for box in boxes), default=0)
+    needed: list[Box] = []
+    for box in boxes:
+        row0 = box.row0
+        if needed and row0 <= needed[-1].row1:
+            row0, row1, *_ = needed.pop()
+            box = box._replace(row1=max(row1, box.row1))
+        needed.append(Box(row0, box.row1, col0, col1))
+    return needed
 
 
 @dataclass(frozen=True)

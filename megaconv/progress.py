@@ -9,13 +9,13 @@ from typing import Any
 class Progress:
     """A context manager; advance() may be called from any thread."""
 
-    def __init__(self, title: str, total: Callable[[], int]) -> None:
+    def __init__(self, title: str, total: Callable[[], int], *, shown: bool = True) -> None:
         """total: bytes; asked for only if somebody is looking."""
-        self._title, self._total = title, total
+        self._title, self._total, self._shown = title, total, shown
         self._bar: Any = None
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
             from rich.progress import Progress as Bar

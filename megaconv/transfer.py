@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,13 @@ from isal import isal_zlib
 
 from formats.output import FileLayout
 from formats.staging import StagedFile, Staging
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks, byte_count, matrix_shape
 from megaconv.assembled import overlap, paired_rows, transpose, window
 from megaconv.errors import Cancelled, CheckpointError
 from megaconv.fingerprints import tensor_hasher
 from megaconv.ir import Key
-from megaconv.plan import OutputPlan, Placement
+from megaconv.plan import Placement, needed_boxes
+from megaconv.shares import Share
 from megaconv.stream import Stream
 from megaconv.table import Region
 
@@ -43,7 +45,8 @@ class _Finished:
     """One tensor that is completely written."""
 
     key: Key
-    fingerprint: str
+    fingerprint: str | None
+    """None where another rank makes it."""
     runs: dict[tuple[str, str], list[Run]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,11 +63,11 @@ class _Finished:
 
 
 class Transfer:
-    """Writes one plan. Call run() once."""
+    """Does one share of a plan. Call run() once."""
 
     def __init__(
         self,
-        plan: OutputPlan,
+        share: Share,
         staging: Staging,
         *,
         source: str,
@@ -72,8 +75,10 @@ class Transfer:
         block_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """source: identifies the input's exact state, for resuming. advance: called with the bytes of each finished block."""
-        self._plan, self._block_bytes, self._advance, self._staging = plan, block_bytes, advance, staging
+        """source: identifies the input's exact state, for resuming. advance: called with the bytes of each hashed block."""
+        plan = self._plan = share.plan
+        self._hashed = frozenset(share.hashed)
+        self._block_bytes, self._advance, self._staging = block_bytes, advance, staging
         sizes = {name: layout.size for name, layout in plan.files.items()}
         entries = staging.open(plan.identity(source), resume=resume, sizes=sizes)
         self._done = {finished.key: finished for finished in map(_Finished.from_json, entries)}
@@ -84,7 +89,7 @@ class Transfer:
         }
 
     def run(self, stream: Stream, workers: int) -> dict[Key, str]:
-        """Move everything; returns the fingerprint of each tensor. Raises the first error of any thread."""
+        """Move everything; returns the fingerprint of each tensor that is hashed here. Raises any thread's first error."""
         threads = [
             threading.Thread(target=self._work, args=(stream,), name=f"saver-{index}") for index in range(workers)
         ]
@@ -107,15 +112,18 @@ class Transfer:
         if stream.error is not None:
             raise stream.error
         self._write_frames()
-        return {key: finished.fingerprint for key, finished in self._done.items()}
+        return {key: finished.fingerprint for key, finished in self._done.items() if finished.fingerprint}
 
     def _work(self, stream: Stream) -> None:
         buffers = _Buffers(self._block_bytes)
         try:
             for key, tensor in stream:
+                hashed = key in self._hashed
                 if key in self._done:
-                    self._advance(sum(run.nbytes for runs in self._done[key].runs.values() for run in runs))
+                    self._advance(byte_count(tensor.shape, tensor.dtype) if hashed else 0)
                     continue
+                if not hashed and key not in self._plan.placements:
+                    continue  # another rank's alone
                 finished = self._move(stream, key, tensor, buffers)
                 with self._lock:
                     self._done[key] = finished
@@ -126,21 +134,21 @@ class Transfer:
             stream.fail(error)
 
     def _move(self, stream: Stream, key: Key, tensor: LazyTensor, buffers: "_Buffers") -> _Finished:
-        hasher, itemsize = tensor_hasher(tensor), ITEMSIZE[tensor.dtype]
-        targets = [
-            _Target(self._files[place.file], self._plan.files[place.file], place, itemsize)
-            for place in self._plan.placements[key]
-        ]
-        for box in row_blocks(tensor.shape, tensor.dtype, self._block_bytes):
+        hasher, itemsize = tensor_hasher(tensor) if key in self._hashed else None, ITEMSIZE[tensor.dtype]
+        places, (rows, cols) = self._plan.placements.get(key, ()), matrix_shape(tensor.shape)
+        targets = [_Target(self._files[place.file], self._plan.files[place.file], place, itemsize) for place in places]
+        wanted = [Box(0, rows, 0, cols)] if hasher else needed_boxes(places)
+        for box in chain.from_iterable(box_blocks(part, tensor.dtype, self._block_bytes) for part in wanted):
             block = buffers.block(box.rows, box.cols * itemsize)
             if stream.error is not None:
                 raise Cancelled("the run has ended")
             tensor.read_into(box, block)
-            hasher.update(block.reshape(-1))
             for target in targets:
                 target.write(box, block, buffers)
-            self._advance(block.nbytes)
-        finished = _Finished(key, hasher.hexdigest())
+            if hasher is not None:
+                hasher.update(block.reshape(-1))
+                self._advance(block.nbytes)
+        finished = _Finished(key, hasher.hexdigest() if hasher else None)
         for target in targets:
             finished.runs.setdefault((target.place.file, target.place.record), []).extend(target.runs)
         return finished
