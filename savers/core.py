@@ -14,6 +14,7 @@ DESCRIPTION = "Megatron core, torch format, at any tensor / pipeline / virtual-p
 
 _log = logging.getLogger("megaconv")
 
+HOLDS_OPTIMIZER = True
 NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 
 
