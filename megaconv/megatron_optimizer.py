@@ -47,7 +47,8 @@ class RankOptimizer:
     slots: dict[tuple[int, str], dict[str, LazyTensor]] = field(default_factory=dict)
     """(chunk, native name) -> the tensors of that parameter."""
     group_of: dict[tuple[int, str], ParamGroup] = field(default_factory=dict)
-    steps: set[int] = field(default_factory=set)
+    group_steps: set[int] = field(default_factory=set)
+    parameter_steps: set[int] = field(default_factory=set)
     grad_scaler: Mapping[str, Any] | None = None
 
 
@@ -71,14 +72,14 @@ def kind_of(optimizer: Any, *, has_buffers: bool) -> str:
 
 
 def step_of(optimizer: Any) -> int | None:
-    """Updates done, from the first place that tells; None where none does. Never raises."""
+    """Updates done, as the first groups and parameter tell; None where none does. Never raises."""
     for part in parts(optimizer):
         try:
             inner = part.get("optimizer", part)
             told = [group["step"] for group in inner["param_groups"] if "step" in group]
             told += [state["step"] for state in list(inner.get("state", {}).values())[:1] if "step" in state]
             if told:
-                return int(_number(told[0]))
+                return max(int(_number(step)) for step in told)
         except (AttributeError, LookupError, TypeError, ValueError):
             continue
     return None
@@ -159,7 +160,7 @@ class _Part:
         self.groups = [read_group(group, groups) for group in groups]
         if any(group.lr_mult != 1 for group in self.groups):
             raise NotExpressible(f"{self.where}: parameter groups with an lr_mult can't be told apart; {WITHOUT}")
-        self.result.steps |= {int(group["step"]) for group in groups if "step" in group}
+        self.result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
         if "grad_scaler" in self.part:
             self.result.grad_scaler = {name: _number(value) for name, value in self.part["grad_scaler"].items()}
 
@@ -234,7 +235,7 @@ class _Part:
                 f"only Adam's ({EXP_AVG}, {EXP_AVG_SQ}) is known; {WITHOUT}"
             )
         if "step" in state:
-            self.result.steps.add(int(_number(state["step"])))
+            self.result.parameter_steps.add(int(_number(state["step"])))
         return {slot: state[slot] for slot in MOMENTS}
 
     def _fail(self, what: str) -> NoReturn:

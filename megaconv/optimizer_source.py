@@ -101,12 +101,6 @@ def optimizer_state(
 
     Raises TensorMismatch where parameters were updated different numbers of times.
     """
-    steps = {step for found in optimizers.by_rank.values() for step in found.steps}
-    if len(steps) > 1:
-        raise TensorMismatch(
-            f"the optimizer has updated some parameters {min(steps)} times and others {max(steps)} times, "
-            f"which can't be kept in another layout; {WITHOUT}"
-        )
     groups: list[ParamGroup] = []
     group_of: dict[str, int] = {}
     for item in placed:
@@ -117,7 +111,28 @@ def optimizer_state(
                 kinds.append(group_class(item.group))
             group_of |= dict.fromkeys(item.native.parts, kinds.index(group_class(item.group)))
     scalers = (found.grad_scaler for found in optimizers.by_rank.values() if found.grad_scaler is not None)
-    return OptimizerState(known.kind, steps.pop() if steps else iteration, tuple(groups), group_of, next(scalers, None))
+    step = _step(optimizers.by_rank.values())
+    return OptimizerState(known.kind, iteration if step is None else step, tuple(groups), group_of, next(scalers, None))
+
+
+def _step(found: Iterable[RankOptimizer]) -> int | None:
+    """Updates done: the later of what groups and parameters say.
+
+    Each optimizer counts in one of these places, and keeps the other as it was loaded.
+    """
+    found = list(found)
+    told: list[int] = []
+    for steps in (
+        {step for rank in found for step in rank.group_steps},
+        {step for rank in found for step in rank.parameter_steps},
+    ):
+        if len(steps) > 1:
+            raise TensorMismatch(
+                f"the optimizer has updated some parameters {min(steps)} times and others {max(steps)} times, "
+                f"which can't be kept in another layout; {WITHOUT}"
+            )
+        told += steps
+    return max(told, default=None)
 
 
 def read_scheduler(state: Mapping[str, Any]) -> dict[str, Any] | None:
