@@ -78,6 +78,7 @@ def convert(
     true_vocab_size: TrueVocab = None,
     checkpoint_type: opt.CheckpointType = None,
     max_shard_size: opt.MaxShardSize = "5GB",
+    dist_files: opt.DistFiles = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
     max_memory: opt.MaxMemory = "256MiB",
@@ -108,7 +109,7 @@ def convert(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
         vocab_padding=vocab_padding, distributed_optimizer=distributed_optimizer, release=release,
-        max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format,
+        max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type,
     )  # fmt: skip
     options = ConvertOptions(
