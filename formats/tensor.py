@@ -237,15 +237,6 @@ def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
     return replace(tensor, shape=shape)
 
 
-def narrowed(tensor: LazyTensor, start: int, shape: Shape) -> LazyTensor:
-    """The elements of a vector from start on, under another shape. Raises CorruptCheckpoint where it has not so many."""
-    if start < 0 or start + prod(shape) > prod(tensor.shape):
-        raise CorruptCheckpoint(f"elements {start} to {start + prod(shape)} of a tensor that has {prod(tensor.shape)}")
-    whole = reshaped(tensor, tensor.shape)
-    assert isinstance(whole, FileTensor)
-    return replace(whole, offset=whole.offset + start * ITEMSIZE[whole.dtype], shape=shape)
-
-
 def read_tensor(tensor: LazyTensor) -> Bytes:
     """The whole tensor as bytes [rows, cols * itemsize]; for small tensors and tests."""
     rows, cols = matrix_shape(tensor.shape)

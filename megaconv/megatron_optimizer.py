@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from formats.flat import narrowed
 from formats.pickle_records import TorchDtype
-from formats.tensor import LazyTensor, Shape, narrowed, read_tensor
+from formats.tensor import LazyTensor, Shape, read_tensor
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.megatron_names import BUFFERS
-from megaconv.optimizer_buffers import Buffer, BufferParameter, bucket_sizes, matching
+from megaconv.optimizer_buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
 from megaconv.param_groups import Class, class_of, group_class, is_expert, read_group
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ParamGroup
 
@@ -34,7 +35,8 @@ class Parameter(NamedTuple):
 
     chunk: int
     name: str
-    weight: LazyTensor
+    shape: Shape
+    dtype: str
     shared: bool = False
     """A tied embedding of which another stage holds a copy."""
 
@@ -79,7 +81,7 @@ def step_of(optimizer: Any) -> int | None:
             told = [group["step"] for group in inner["param_groups"] if "step" in group]
             told += [state["step"] for state in list(inner.get("state", {}).values())[:1] if "step" in state]
             if told:
-                return max(int(_number(step)) for step in told)
+                return max(int(number(step)) for step in told)
         except (AttributeError, LookupError, TypeError, ValueError):
             continue
     return None
@@ -94,7 +96,7 @@ def parameters(chunks: Sequence[Mapping[str, LazyTensor]], shared: Iterable[str]
     """The parameters of a rank's chunks in order. shared: names of tied embeddings that another stage has too."""
     shared = set(shared)
     return [
-        Parameter(chunk, name, tensor, name in shared)
+        Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name in shared)
         for chunk, weights in enumerate(chunks)
         for name, tensor in weights.items()
         if not name.endswith(BUFFERS)
@@ -162,24 +164,23 @@ class _Part:
             raise NotExpressible(f"{self.where}: parameter groups with an lr_mult can't be told apart; {WITHOUT}")
         self.result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
         if "grad_scaler" in self.part:
-            self.result.grad_scaler = {name: _number(value) for name, value in self.part["grad_scaler"].items()}
+            self.result.grad_scaler = {name: number(value) for name, value in self.part["grad_scaler"].items()}
 
     def members(self, *, decayed_embeddings: bool = True) -> dict[Class, list[Parameter]]:
         """The parameters of each class, in order."""
         decoupled = any(group.decoupled_lr for group in self.groups)
         members: dict[Class, list[Parameter]] = {}
         for parameter in self.parameters:
-            shape = tuple(parameter.weight.shape)
-            kind = class_of(parameter.name, shape, decoupled=decoupled, decayed_embeddings=decayed_embeddings)
+            kind = class_of(parameter.name, parameter.shape, decoupled=decoupled, decayed_embeddings=decayed_embeddings)
             members.setdefault(kind, []).append(parameter)
         return members
 
     def _enter(self, parameter: Parameter, group: ParamGroup, slots: Mapping[str, LazyTensor]) -> None:
         key = parameter.chunk, parameter.name
         for slot, tensor in slots.items():
-            if tuple(tensor.shape) != tuple(parameter.weight.shape) or tensor.dtype != "float32":
+            if tuple(tensor.shape) != parameter.shape or tensor.dtype != "float32":
                 raise TensorMismatch(
-                    f"{self.where}: {parameter.name} is {list(parameter.weight.shape)}, its {slot} in the optimizer "
+                    f"{self.where}: {parameter.name} is {list(parameter.shape)}, its {slot} in the optimizer "
                     f"{list(tensor.shape)} {tensor.dtype}; {WITHOUT}"
                 )
         self.result.slots[key], self.result.group_of[key] = dict(slots), group
@@ -197,7 +198,7 @@ class _Part:
             unread = iter(copies)
             for number, parameter in zip(ids, theirs, strict=True):
                 slots = self._moments(states.get(number), parameter)
-                if parameter.weight.dtype != "float32":  # fp32 weights are their own masters, and have no entry
+                if parameter.dtype != "float32":  # fp32 weights are their own masters, and have no entry
                     slots[MASTER] = next(unread, None) or self._fail(f"no fp32 copy of {parameter.name}")
                 self._enter(parameter, group, slots)
             if next(unread, None) is not None:
@@ -235,7 +236,7 @@ class _Part:
                 f"only Adam's ({EXP_AVG}, {EXP_AVG_SQ}) is known; {WITHOUT}"
             )
         if "step" in state:
-            self.result.parameter_steps.add(int(_number(state["step"])))
+            self.result.parameter_steps.add(int(number(state["step"])))
         return {slot: state[slot] for slot in MOMENTS}
 
     def _fail(self, what: str) -> NoReturn:
@@ -252,7 +253,7 @@ class _Part:
         groups = self._groups_by_class()
         by_dtype: dict[tuple[int, str], list[Parameter]] = {}
         for parameter in self.parameters:
-            by_dtype.setdefault((parameter.chunk, parameter.weight.dtype), []).append(parameter)
+            by_dtype.setdefault((parameter.chunk, parameter.dtype), []).append(parameter)
         for index, ((chunk, dtype), theirs) in enumerate(by_dtype.items()):
             for parameter, slots in self._slice(flat, index, chunk, dtype, theirs):
                 self._enter(parameter, groups[parameter.chunk, parameter.name], slots)
@@ -272,10 +273,13 @@ class _Part:
         first = stored["param"]
         sizes = [int(tensor.shape[0]) for tensor in first] if isinstance(first, list) else [int(first.shape[0])]
         unpadded = _unpadded(flat, stored, index, dtype, sizes)
-        listed = [BufferParameter(p.name, tuple(p.weight.shape), p.shared) for p in theirs]
-        total = sum(prod(parameter.weight.shape) for parameter in self.parameters)
-        buffer = matching(listed, sum(unpadded), bucket_sizes(self.args, self.pp_rank, chunk, total))
-        if buffer is None or (isinstance(first, list) and len(buffer.unpadded) != len(first)):
+        listed = [BufferParameter(p.name, p.shape, p.shared) for p in theirs]
+        if isinstance(first, list):
+            buffer = fitting(listed, unpadded)
+        else:
+            total = sum(prod(parameter.shape) for parameter in self.parameters)
+            buffer = matching(listed, sum(unpadded), bucket_sizes(self.args, self.pp_rank, chunk, total))
+        if buffer is None:
             numel = sum(prod(parameter.shape) for parameter in listed)
             self._fail(f"a buffer of {sum(unpadded)} elements for parameters that have {numel} (were some frozen?)")
         for parameter in theirs:
@@ -305,14 +309,13 @@ def _unpadded(flat: Mapping[Any, Any], stored: Any, index: int, dtype: str, size
 
 
 def _piece(stored: Any, buffer: Buffer, parameter: Parameter) -> LazyTensor:
-    shape: Shape = tuple(parameter.weight.shape)
     if isinstance(stored, list):
         place = buffer.places[parameter.name]
-        return narrowed(stored[place.bucket], place.offset, shape)
-    return narrowed(stored, buffer.offset(parameter.name), shape)
+        return narrowed(stored[place.bucket], place.offset, parameter.shape)
+    return narrowed(stored, buffer.offset(parameter.name), parameter.shape)
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """A tensor of one element as a Python number, numbers as they are."""
     if not hasattr(value, "read_into"):
         return value

@@ -12,6 +12,7 @@ from formats.errors import CorruptCheckpoint
 from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names, well_formed
 from megaconv.config import STRUCTURE, ModelConfig
+from megaconv.dist_optimizer import DistOptimizer
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.hf_config import CONFIG_NAME
@@ -43,16 +44,13 @@ class RankSource:
     listing: rank_files.RankFiles
     ranks: Ranks
     args: Namespace
+    dist: DistOptimizer | None = None
+    """The optimizer of a distributed checkpoint."""
 
     @property
     def state(self) -> Mapping[str, Any]:
         """Of the first rank."""
         return self.ranks.states[min(self.ranks.states)]
-
-    @property
-    def has_optimizer(self) -> bool:
-        files = sorted(self.listing.files.items())[:1]
-        return "optimizer" in self.state or any((f.parent / rank_files.OPTIMIZER_FILE).exists() for _, f in files)
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,16 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
     wanted = options.optimizer and training.optimizer is not None
-    optimizers = open_optimizers(ranks, args, names, tied=config.tie_embeddings) if wanted else Optimizers({})
+    optimizers = Optimizers({})
+    if wanted and source.dist is not None:
+        optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0])
+    elif wanted:
+        optimizers = open_optimizers(ranks, args, names, tied=config.tie_embeddings)
     placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
     tensors = assemble(shapes, placed, strict=False)
     if wanted and training.optimizer is not None:
+        if source.dist is not None and source.dist.in_buckets:
+            optimizers, placed = source.dist.open_buckets(config, written, padded, placed)
         tensors = assemble_slots(shapes, placed, tensors)
         known = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
         training = replace(training, optimizer=known)
@@ -171,8 +175,8 @@ def _training(source: RankSource) -> TrainingState:
         consumed_train_samples=getattr(args, "consumed_train_samples", None) or 0,
         consumed_valid_samples=getattr(args, "consumed_valid_samples", None) or 0,
         floating_point_operations=operations if isinstance(operations, int) else 0,
-        optimizer=describe_optimizer(source.ranks),
-        scheduler=read_scheduler(source.state),
+        optimizer=source.dist.describe() if source.dist else describe_optimizer(source.ranks),
+        scheduler=read_scheduler(source.dist.common if source.dist else source.state),
         rng={rank: state["rng_state"] for rank, state in source.ranks.states.items() if "rng_state" in state},
         arguments={name: value for name, value in vars(args).items() if name in OPTIMIZATION},
     )

@@ -10,7 +10,6 @@ Source: param_and_grad_buffer.py and distrib_optimizer.py of Megatron core 0.4 t
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -99,6 +98,28 @@ def matching(parameters: Sequence[BufferParameter], numel: int, bucket_sizes: It
     return None
 
 
+def fitting(parameters: Sequence[BufferParameter], unpadded: Sequence[int]) -> Buffer | None:
+    """The buffer whose buckets have these lengths; None where the parameters don't fill them."""
+    return next((found for alignment in ALIGNMENTS if (found := _fill_to(parameters, unpadded, alignment))), None)
+
+
+def _fill_to(parameters: Sequence[BufferParameter], unpadded: Sequence[int], alignment: int) -> Buffer | None:
+    places: dict[str, Place] = {}
+    bucket = position = 0
+    for parameter in reversed(parameters):
+        start = _round_up(position, alignment)
+        if bucket < len(unpadded) and start and start + prod(parameter.shape) > unpadded[bucket]:
+            if not 0 <= unpadded[bucket] - position < alignment:
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket == len(unpadded):
+            return None
+        places[parameter.name] = Place(bucket, start)
+        position = start + prod(parameter.shape)
+    complete = bucket == len(unpadded) - 1 and 0 <= unpadded[bucket] - position < alignment
+    return Buffer(places, tuple(unpadded)) if complete else None
+
+
 def bucket_sizes(args: Namespace, pp_rank: int, chunk: int, numel: int) -> Iterator[int | None]:
     """The sizes that a run with these arguments may have had, likeliest first. numel: of all parameters of the rank."""
     if getattr(args, "overlap_grad_reduce", False) and pp_rank == chunk == 0:
@@ -106,8 +127,3 @@ def bucket_sizes(args: Namespace, pp_rank: int, chunk: int, numel: int) -> Itera
         data = getattr(args, "data_parallel_size", None) or 1
         yield getattr(args, "ddp_bucket_size", None) or (numel // count if count else max(40_000_000, 1_000_000 * data))
     yield None
-
-
-def bucket_starts(sizes: Sequence[int]) -> list[int]:
-    """Where each of these buckets begins when they lie one after another."""
-    return [0, *accumulate(sizes)][:-1]
