@@ -10,8 +10,10 @@ from formats import safetensors, torch_zip
 from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape, read_tensor
 from megaconv.checkpoint import Checkpoint
 from megaconv.families import families
+from megaconv.ir import Key
 from megaconv.layout import Chunk, Layout
 from megaconv.table import NativeTensor, native_tensors
+from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
 
 
 def elements(tensor: LazyTensor) -> np.ndarray[Any, Any]:
@@ -47,6 +49,28 @@ def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
         assert native.shape == wanted.shape, native.name
         assert np.array_equal(put_together(native, checkpoint.tensors), elements(wanted)), native.name
         seen.add(native.name)
+    assert seen == set(expected)
+
+
+EXPECTED_SLOTS = {MASTER: "fp32_param", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
+"""Ours -> the beginning of a name in files of expected optimizer tensors."""
+
+
+def assert_holds_optimizer(checkpoint: Checkpoint, expected_file: Path) -> None:
+    """Whether a checkpoint has every optimizer tensor of such a file, bit for bit, and no other."""
+    expected = safetensors.read(expected_file)
+    config = checkpoint.config
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    seen = set()
+    for native in native_tensors(families()[config.family].rows, config, "hf", Layout(), 0, whole, config.vocab):
+        for slot, word in EXPECTED_SLOTS.items():
+            parts = {
+                name: checkpoint.slots[Key(name, slot)] for name in native.parts if Key(name, slot) in checkpoint.slots
+            }
+            if parts:
+                name = f"{word}.{native.name}"
+                assert np.array_equal(put_together(native, parts), elements(expected[name])), name
+                seen.add(name)
     assert seen == set(expected)
 
 
