@@ -64,12 +64,20 @@ class _Writer:
 
     def once(self, content: bytes) -> None:
         """Something immutable: written the first time, fetched from the reader's memo afterwards."""
-        number = self.memo.get(content)
-        if number is None:
-            number = self.memo[content] = len(self.memo)
-            self.out += content, b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number)
-        else:
+        if not self.fetch(content):
+            self.out.append(content)
+            self.remember(content)
+
+    def fetch(self, key: Hashable) -> bool:
+        number = self.memo.get(key)
+        if number is not None:
             self.out.append(b"h" + pack("<B", number) if number < 256 else b"j" + pack("<I", number))
+        return number is not None
+
+    def remember(self, key: Hashable) -> None:
+        """What was written last."""
+        number = self.memo[key] = len(self.memo)
+        self.out.append(b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number))
 
     def name(self, module: str, name: str) -> None:
         self.once(f"c{module}\n{name}\n".encode())
@@ -121,12 +129,17 @@ class _Writer:
         self.out.append(b"b")
 
     def opaque(self, value: Opaque) -> None:
+        """A call's result (a torch.Size, a member of an enumeration) can't change: the same record is written once."""
+        if value.state is None and self.fetch(id(value)):
+            return
         self.name(value.module, value.name)
         self.write(value.args)
         self.out.append(b"R" if value.args else b"\x81")
         if value.state is not None:
             self.write(value.state)
             self.out.append(b"b")
+        else:
+            self.remember(id(value))
 
     def dtype(self, value: TorchDtype) -> None:
         self.name("torch", _known(value.name))

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.assembled import overlap
+from megaconv.ir import WEIGHT
 from megaconv.table import NativeTensor, Region
 
 
@@ -27,11 +28,15 @@ class PlannedChunk:
     parts: Mapping[str, tuple[Region, ...]]
     """By canonical name; rows and columns count in the chunk. A chunk with padding names the tensor that it pads, even if it
     holds nothing else of it."""
+    slot: str = WEIGHT
+    """What it is of its parameters: the weight, or optimizer state."""
     padding: range = range(0)
     """The chunk's own rows that belong to no canonical tensor."""
 
 
-def cut(native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int) -> Iterator[PlannedChunk]:
+def cut(
+    native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int, slot: str = WEIGHT
+) -> Iterator[PlannedChunk]:
     """The chunks of one native tensor, in row-major order. place: in the first axes of the global tensor that key names."""
     rows, cols = matrix_shape(native.shape)
     row_runs = _row_runs(native, ranks) if native.tp == 0 else [range(rows)]
@@ -46,7 +51,7 @@ def cut(native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int) ->
             padding = range(min(max(0, filled - run.start), len(run)), len(run))
             yield PlannedChunk(
                 key, (*place, *offset), (*(1,) * len(place), *shape), dtype, width,
-                {name: regions for name, regions in parts.items() if regions or padding}, padding,
+                {name: regions for name, regions in parts.items() if regions or padding}, slot, padding,
             )  # fmt: skip
 
 

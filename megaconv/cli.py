@@ -70,7 +70,7 @@ def convert(
     config: Config = None,
     dtype: opt.Dtype = None,
     optimizer: opt.Optimizer = None,
-    distributed_optimizer: opt.DistributedOptimizer = False,
+    distributed_optimizer: opt.DistributedOptimizer = None,
     bf16: opt.Bf16 = False,
     fp16: opt.Fp16 = False,
     vocab_divisor: opt.VocabDivisor = None,

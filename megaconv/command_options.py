@@ -109,9 +109,10 @@ ReadOptimizer = Annotated[
     bool, typer.Option("--optimizer/--no-optimizer", help="Read optimizer state too, where there is any.")
 ]
 DistributedOptimizer = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--use-distributed-optimizer", help="Write optimizer state for runs with Megatron's option of this name."
+        "--use-distributed-optimizer/--no-use-distributed-optimizer",
+        help="Write optimizer state for runs with Megatron's option of this name; left out, in torch_dist alone.",
     ),
 ]
 VocabDivisor = Annotated[

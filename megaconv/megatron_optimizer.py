@@ -79,7 +79,11 @@ def step_of(optimizer: Any) -> int | None:
         try:
             inner = part.get("optimizer", part)
             told = [group["step"] for group in inner["param_groups"] if "step" in group]
-            told += [state["step"] for state in list(inner.get("state", {}).values())[:1] if "step" in state]
+            states = inner.get("state", {})
+            told += [states["common_step"]] if "common_step" in states else []
+            told += [
+                state["step"] for state in list(states.values())[:1] if isinstance(state, dict) and "step" in state
+            ]
             if told:
                 return max(int(number(step)) for step in told)
         except (AttributeError, LookupError, TypeError, ValueError):

@@ -70,10 +70,32 @@ class OptimizerWriter:
     gradients_in_fp32: bool
     """Of fp16 models, whose buffers are called by the gradients' dtype too."""
 
+    def optimizers(self) -> tuple[bool | None, ...]:
+        """For each whether it is that of experts; None: of all parameters."""
+        return (False, True) if self.several else (None,)
+
+    def groups(self, experts: bool | None) -> list[dict[str, Any]]:
+        """Those of one optimizer, without parameters."""
+        return [self._group(index, experts) for index, _ in self._members((), experts)]
+
+    def wrapped(self, inner: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+        """A mixed-precision optimizer around another."""
+        scaler = {} if self.state.grad_scaler is None or not self.fp16 else {"grad_scaler": self._scaler()}
+        return {"optimizer": inner, **scaler, **more}
+
+    @property
+    def masters(self) -> bool:
+        """Whether any parameter has one."""
+        return any(key.slot == MASTER for key in self.manifest)
+
+    def counter(self) -> Constant:
+        """The step as torch counts it."""
+        return Constant((), "float32", struct.pack("<f", self.state.step or 0))
+
     def plain(self, parameters: Sequence[Parameter]) -> Planned:
         """Tensors by parameter: mixed precision, or fp32 where no parameter has a master."""
         planned = Planned([])
-        for experts in self._optimizers():
+        for experts in self.optimizers():
             states: dict[int, Any] = {}
             groups: list[dict[str, Any]] = []
             masters: list[list[Placeholder]] = []
@@ -81,13 +103,13 @@ class OptimizerWriter:
                 ids = range(len(states), len(states) + len(members))
                 masters.append([])
                 for number, parameter in zip(ids, members, strict=True):
-                    states[number] = {"step": Constant((), "float32", struct.pack("<f", self.state.step or 0))}
+                    states[number] = {"step": self.counter()}
                     states[number] |= {slot: self._whole(parameter, slot, planned) for slot in MOMENTS}
                     if self.has(parameter.native, MASTER):
                         masters[-1].append(self._whole(parameter, MASTER, planned))
                 groups.append(self._group(index, experts) | {"params": list(ids)})
             inner = {"state": states, "param_groups": groups}
-            planned.state.append(self._wrapped(inner, {"fp32_from_fp16_params": masters}) if self._masters else inner)
+            planned.state.append(self.wrapped(inner, {"fp32_from_fp16_params": masters}) if self.masters else inner)
         return self._unwrapped(planned)
 
     def distributed(self, parameters: Sequence[Parameter], *, gathers_dense: bool) -> Planned:
@@ -96,9 +118,8 @@ class OptimizerWriter:
         gathers_dense: whether this is the first of the expert ranks, which all have the same dense parameters.
         """
         planned, buffers = Planned([]), list[Any]()
-        for number, experts in enumerate(self._optimizers()):
-            groups = [self._group(index, experts) for index, _ in self._members(parameters, experts)]
-            planned.state.append(self._wrapped({"param_groups": groups}, {}))
+        for number, experts in enumerate(self.optimizers()):
+            planned.state.append(self.wrapped({"param_groups": self.groups(experts)}, {}))
             theirs = [p for p in parameters if experts is None or is_expert(p.native.name) == experts]
             gathered = gathers_dense or experts is not False
             buffers.append(self._buffers(theirs, f"optimizer{number}", planned) if gathered else None)
@@ -114,14 +135,6 @@ class OptimizerWriter:
             )
         return held == {True}
 
-    @property
-    def _masters(self) -> bool:
-        return any(key.slot == MASTER for key in self.manifest)
-
-    def _optimizers(self) -> tuple[bool | None, ...]:
-        """For each whether it is that of experts; None: of all parameters."""
-        return (False, True) if self.several else (None,)
-
     def _members(self, parameters: Sequence[Parameter], experts: bool | None) -> Iterator[tuple[int, list[Parameter]]]:
         """(index of a group, its parameters on this rank) of all groups that any rank has, in order."""
         used = {i for name, i in self.state.group_of.items() if experts is None or is_expert(name) == experts}
@@ -134,10 +147,6 @@ class OptimizerWriter:
 
     def _group(self, index: int, experts: bool | None) -> dict[str, Any]:
         return write_group(self.state.groups[index], expert=bool(experts), step=self.state.step or 0)
-
-    def _wrapped(self, inner: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        scaler = {} if self.state.grad_scaler is None or not self.fp16 else {"grad_scaler": self._scaler()}
-        return {"optimizer": inner, **scaler, **more}
 
     def _scaler(self) -> dict[str, Any]:
         known = dict(self.state.grad_scaler or {})

@@ -39,8 +39,8 @@ class SaveOptions:
     vocab_divisor: int | None = None
     vocab_padding: str = "repeat"
     """What fills padding rows: `repeat` (the last row again) or `zero`."""
-    distributed_optimizer: bool = False
-    """Write optimizer state as Megatron's distributed optimizer keeps it, rather than parameter by parameter."""
+    distributed_optimizer: bool | None = None
+    """Write optimizer state for runs with Megatron's distributed optimizer; None: in torch_dist checkpoints alone."""
     release: bool = False
     """Write a release checkpoint instead of an iteration."""
     max_shard_bytes: int = 5_000_000_000

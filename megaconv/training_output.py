@@ -14,7 +14,7 @@ from megaconv.layout import Layout
 from megaconv.optimizer_plan import OptimizerWriter
 from megaconv.training import TrainingState
 
-NO_RNG = "the random-number generators are left out, since they mean nothing at another layout: start the run with --no-load-rng"
+NO_RNG = "random-number generators are left out (only rank files of the same layout keep them): start the run with --no-load-rng"
 NO_SCHEDULER = (
     "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
 )
@@ -31,14 +31,14 @@ class Carried:
     rng: Mapping[tuple[int, int, int], Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
-    def state(self, rank: tuple[int, int, int], optimizer: Any) -> dict[str, Any]:
-        """The entries of one rank file."""
+    def state(self, rank: tuple[int, int, int] | None, optimizer: Any) -> dict[str, Any]:
+        """The entries of one rank file, or of what all ranks share (rank None)."""
         if self.writer is None:
             return {}
         found = {"optimizer": optimizer}
         if self.training.scheduler is not None:
             found["opt_param_scheduler"] = dict(self.training.scheduler)
-        return found | ({"rng_state": self.rng[rank]} if rank in self.rng else {})
+        return found | ({"rng_state": self.rng[rank]} if rank is not None and rank in self.rng else {})
 
     def arguments(self, *, distributed: bool) -> dict[str, Any]:
         """Megatron's arguments about all this."""
@@ -57,16 +57,16 @@ class Carried:
         )
 
 
-def carry(header: Header, layout: Layout) -> Carried:
-    """What an output at this layout takes over from its source."""
+def carry(header: Header, layout: Layout, *, keeps_rng: bool) -> Carried:
+    """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them."""
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
         return Carried(training)
     several = layout.ep > 1 and header.config.experts > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
-    rng = _written(training.rng) if layout == header.layout else {}
-    notices = () if rng or not training.rng else (NO_RNG,)
+    rng = _written(training.rng) if keeps_rng and layout == header.layout else {}
+    notices = () if rng else (NO_RNG,)
     return Carried(training, writer, rng, notices + (() if training.scheduler else (NO_SCHEDULER,)))
 
 

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from tests.megatron_oracle import (
     REPOSITORY,
     WORLD,
-    load_chunks,
+    build,
     own_file,
     process_groups,
     read_rank_file,
     run_on_cpu,
     version_directory,
+    virtual_stages,
 )
 
 if TYPE_CHECKING:
@@ -121,20 +122,16 @@ def adamw(
 
 
 def take_step(rank: int, checkpoint: Path, target: Path) -> None:
-    import torch
-    from megatron.core import parallel_state
-
     version = version_directory(checkpoint)
-    args = read_rank_file(min(version.glob("mp_rank_*/model_optim_rng.pt")))["args"]
+    args = read_rank_file(min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")]))["args"]
     target.parent.mkdir(parents=True, exist_ok=True)
     with process_groups(args, rank, target.with_suffix(".rendezvous")):
-        file = own_file(version, args)
-        state = read_rank_file(file)
-        chunks = wrapped(args, load_chunks(args, state))
-        optimizer = build_optimizer(args, chunks)
-        optimizer.load_state_dict(state["optimizer"])
-        if args.use_distributed_optimizer:
-            optimizer.load_parameter_state(str(file.parent / "distrib_optim.pt"))
+        stages = range(virtual_stages(args) or 1)
+        names = ["model"] if len(stages) == 1 else [f"model{stage}" for stage in stages]
+        chunks = [build(args, stage if len(stages) > 1 else None) for stage in stages]
+        models = dict(zip(names, wrapped(args, chunks), strict=True))
+        optimizer = build_optimizer(args, list(models.values()))
+        state = load(version, args, models, optimizer)
         for part in optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -142,20 +139,45 @@ def take_step(rank: int, checkpoint: Path, target: Path) -> None:
             part.optimizer.step()
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
-        if args.use_distributed_optimizer:
-            for chunk in chunks:
-                chunk.start_param_sync(force_sync=True)
-        names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-        models = {
-            name: chunk.module.state_dict_for_save_checkpoint() for name, chunk in zip(names, chunks, strict=True)
-        }
-        made = target / version.name / file.parent.name / file.name
-        made.parent.mkdir(parents=True, exist_ok=True)
-        if args.use_distributed_optimizer:
-            optimizer.save_parameter_state(str(made.parent / "distrib_optim.pt"))
-        if parallel_state.get_expert_data_parallel_rank() == 0:
-            optimizers = {"optimizer": optimizer.state_dict(), "opt_param_scheduler": state["opt_param_scheduler"]}
-            torch.save({**state, **models, **optimizers, "iteration": state["iteration"]}, made)
+        save(target / version.name / own_file(version, args).relative_to(version), state, args, models, optimizer)
+
+
+def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Everything into its place, with Megatron's own code for either format; returns what else there is."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    if (version / "metadata.json").exists():
+        content = read_rank_file(version / "common.pt")["content_metadata"]
+        wanted: dict[str, Any] = {name: chunk.module.sharded_state_dict() for name, chunk in models.items()}
+        wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=content)
+        with torch.serialization.safe_globals([Namespace]):
+            state: Any = dist_checkpointing.load(wanted, str(version), strict=StrictHandling.RAISE_ALL)
+    else:
+        state = read_rank_file(own_file(version, args))
+    for name, chunk in models.items():
+        chunk.module.load_state_dict(state[name], strict=True)
+    optimizer.load_state_dict(state["optimizer"])
+    if args.use_distributed_optimizer and not (version / "metadata.json").exists():
+        optimizer.load_parameter_state(str(own_file(version, args).with_name("distrib_optim.pt")))
+    return dict(state)
+
+
+def save(file: Path, state: dict[str, Any], args: Namespace, models: dict[str, Any], optimizer: Any) -> None:
+    """As rank files."""
+    import torch
+    from megatron.core import parallel_state
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if args.use_distributed_optimizer:
+        for chunk in models.values():
+            chunk.start_param_sync(force_sync=True)
+        optimizer.save_parameter_state(str(file.with_name("distrib_optim.pt")))
+    if parallel_state.get_expert_data_parallel_rank() == 0:
+        weights = {name: chunk.module.state_dict_for_save_checkpoint() for name, chunk in models.items()}
+        kept = {key: value for key, value in state.items() if key not in ("optimizer", *weights)}
+        torch.save({**kept, **weights, "optimizer": optimizer.state_dict(), "args": args}, file)
 
 
 def wrapped(args: Namespace, chunks: Any) -> list[Any]:

@@ -241,6 +241,9 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(tie
         "fp32": (source_of(FP32), {"tp": 2, "pp": 2}),
         "experts": (source_of(MIXTURE), {"tp": 2, "ep": 2}),
         "experts, distributed": (source_of(MIXTURE), {"tp": 1, "ep": 4, "distributed_optimizer": True}),
+        "torch_dist": (source_of(PLAIN), {"tp": 1, "pp": 2, "ckpt_format": "torch_dist"}),
+        "torch_dist, plain": (source_of(PLAIN), {"tp": 2, "ckpt_format": "torch_dist", "distributed_optimizer": False}),
+        "torch_dist, experts": (source_of(MIXTURE), {"tp": 2, "ep": 2, "ckpt_format": "torch_dist"}),
         "tied": (tied, {"tp": 1, "pp": 2, "vpp": 2}),
         "tied, distributed": (tied, {"tp": 2, "pp": 2, "distributed_optimizer": True}),
     }
