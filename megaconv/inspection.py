@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.tensor import ITEMSIZE
+from megaconv.config import ModelConfig
 from megaconv.conversion import open_source
 from megaconv.ir import WEIGHT, Header
 from megaconv.options import LoadOptions
@@ -75,12 +76,9 @@ class Inspection:
                 "size",
                 f"{readable(size)}, {', '.join(f'{name} {share(count * ITEMSIZE[name], size)}' for name, count in self.dtypes().items())}",
             ),
-            ("shape", f"{config.layers} layers, hidden {config.hidden}, ffn {config.ffn}, {heads}"),
+            ("shape", f"{_depth(config)} layers, hidden {config.hidden}, ffn {config.ffn}, {heads}"),
             ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
-            (
-                "positions",
-                f"{config.max_positions:,}, rope theta {config.rope_theta:g}" + _scaling(config.rope_scaling),
-            ),
+            ("positions", _positions(config)),
         ]
         if config.sliding_window:
             found.append(
@@ -102,6 +100,18 @@ class Inspection:
             found.append(("optimizer", training.optimizer.kind + step))
         found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
         return found
+
+
+def _depth(config: ModelConfig) -> str:
+    return f"{config.encoder_layers} encoder and {config.layers} decoder" if config.encoder_layers else f"{config.layers}"
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.positions == "rope":
+        return f"{config.max_positions:,}, rope theta {config.rope_theta:g}" + _scaling(config.rope_scaling)
+    if config.positions == "relative":
+        return f"relative, {config.relative_buckets} buckets up to {config.relative_distance}"
+    return f"{config.max_positions:,}, {config.positions}"
 
 
 def _scaling(scaling: Any) -> str:

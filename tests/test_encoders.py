@@ -66,31 +66,53 @@ def test_a_t5_of_megatron_core_computes_the_same_at_another_layout(tp: int, mega
 
 
 @pytest.mark.oracle
-def test_relative_positions_and_a_head_of_its_own_are_cut_as_megatron_core_does(
-    megatron: Megatron, tmp_path: Path
-) -> None:
-    """A model that Megatron core itself can load, made from its own: read, and loaded again at another layout."""
+def test_a_head_of_its_own_is_cut_as_megatron_core_does(megatron: Megatron, tmp_path: Path) -> None:
+    """A model that Megatron core itself loads, made from its own: read, and loaded again at another layout."""
     core = convert(FIXTURES / "core-t5-tp2pp1" / "checkpoint", tmp_path / "core", tp=1)
-    path, draw = first_file(core), torch.Generator().manual_seed(6)
-    state = read_rank_file(path)
+    state = read_rank_file(first_file(core))
     model, args = state["model"], state["args"]
-    for name in [name for name in model if "position_embeddings" in name or name.endswith("output_layer.bias")]:
+    for name in [name for name in model if name.endswith("output_layer.bias")]:
         del model[name]
-    for stack in ("encoder", "decoder"):
-        model[f"{stack}_relative_pos_emb.relative_attention_bias.weight"] = torch.randn(8, 4, generator=draw)
-    head = 0.1 * torch.randn(args.padded_vocab_size, 32, generator=draw)
+    head = 0.1 * torch.randn(args.padded_vocab_size, 32, generator=torch.Generator().manual_seed(6))
     model |= {"lm_head.output_layer.weight": head, "output_layer.weight": head.clone()}
-    args.position_embedding_type, args.untie_embeddings_and_output_weights = "relative", True
-    args.relative_attention_num_buckets, args.relative_attention_max_distance = 8, 12
-    torch.save(state, path)
-    found = open_checkpoint(core).config
-    assert (found.positions, found.relative_buckets, found.relative_distance) == ("relative", 8, 12)
+    args.untie_embeddings_and_output_weights = True
+    torch.save(state, first_file(core))
+    assert not open_checkpoint(core).config.tie_embeddings
     asked, expected = question("core-t5-tp2pp1")
     answer = megatron.answer(core, asked)[..., :100]
     assert (answer - expected["logits"][..., :100]).abs().max() > 0.1
     cut = convert(core, tmp_path / "cut", tp=2)
     assert weights(cut) == weights(core)
     assert_close(megatron.answer(cut, asked)[..., :100], answer)
+
+
+def test_every_rank_has_the_biases_of_relative_positions_for_all_heads(tmp_path: Path) -> None:
+    """Megatron core computes with them in Transformer Engine's attention only, so that no processor can be asked."""
+    core = convert(FIXTURES / "core-t5-tp2pp1" / "checkpoint", tmp_path / "core", tp=1)
+    state = read_rank_file(first_file(core))
+    model, args = state["model"], state["args"]
+    for name in [name for name in model if "position_embeddings" in name]:
+        del model[name]
+    biases = {
+        f"{stack}_relative_pos_emb.relative_attention_bias.weight": torch.randn(8, 4)
+        for stack in ("encoder", "decoder")
+    }
+    model |= biases
+    args.position_embedding_type, args.relative_attention_num_buckets, args.relative_attention_max_distance = (
+        "relative",
+        8,
+        12,
+    )
+    torch.save(state, first_file(core))
+    found = open_checkpoint(core).config
+    assert (found.positions, found.relative_buckets, found.relative_distance) == ("relative", 8, 12)
+    cut = convert(core, tmp_path / "cut", tp=2)
+    assert weights(cut) == weights(core)
+    for path in cut.glob("*/mp_rank_*/model_optim_rng.pt"):
+        state = read_rank_file(path)
+        assert all(torch.equal(state["model"][name], table) for name, table in biases.items())
+        assert (state["args"].position_embedding_type, state["args"].relative_attention_num_buckets) == ("relative", 8)
+    assert "relative positions" in refused(core, tmp_path / "out", "legacy")
 
 
 @pytest.mark.parametrize(
