@@ -207,7 +207,7 @@ class _Planner:
             Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
             for model, natives in models.items()
             for native in natives
-            if writer.has(native, EXP_AVG)
+            if writer.has(native, EXP_AVG) and not native.alias
         ]
         if not self.options.distributed_optimizer:
             return writer.plain(parameters)
