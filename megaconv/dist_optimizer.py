@@ -117,10 +117,12 @@ class DistOptimizer:
 
     # Shaped like the model.
 
-    def open(self, weights: Mapping[str, LazyTensor]) -> Optimizers:
+    def open(self, weights: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> Optimizers:
         """The tensors of a single rank that holds everything. Nothing where they are in buckets.
 
-        weights: of that rank, by native name. Raises TensorMismatch where tensors are missing or of another shape.
+        weights: of that rank, by native name. aliases: second names of tensors -> first ones; the optimizer's are under either.
+
+        Raises TensorMismatch where tensors are missing or of another shape.
         """
         if self.in_buckets:
             return Optimizers({})
@@ -134,7 +136,10 @@ class DistOptimizer:
                 continue
             whole = unflatten(key, tensor, self.flattened[key]) if key in self.flattened else tensor
             by_slot.setdefault(slot, {})[name] = whole
-        slots = {slot: unstack(tensors) for slot, tensors in by_slot.items()}
+        slots = {
+            slot: {aliases.get(name, name): tensor for name, tensor in unstack(tensors).items()}
+            for slot, tensors in by_slot.items()
+        }
         result = RankOptimizer(self.where)
         with well_formed(f"{self.where}: its optimizer"):
             result.group_steps |= {step for step in (step_of(self._common_optimizer()),) if step is not None}
@@ -143,7 +148,7 @@ class DistOptimizer:
             known = {group_class(group): group for group in (read_group(group, groups) for group in groups)}
             result.grad_scaler = self._scaler()
             for name, weight in weights.items():
-                if not name.endswith(BUFFERS):
+                if not name.endswith(BUFFERS) and name not in aliases:
                     result.slots[0, name] = self._slots_of(name, weight, slots)
                     result.group_of[0, name] = self._group_of(name, weight, known)
         return Optimizers({RankId(0, 0, 0): result})

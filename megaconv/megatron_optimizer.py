@@ -96,15 +96,22 @@ def _is_distributed(part: Mapping[str, Any]) -> bool:
     return isinstance(inner, dict) and "param_groups" in inner and "state" not in inner
 
 
-def parameters(chunks: Sequence[Mapping[str, LazyTensor]], shared: Iterable[str]) -> list[Parameter]:
-    """The parameters of a rank's chunks in order. shared: names of tied embeddings that another stage has too."""
-    shared = set(shared)
-    return [
-        Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name in shared)
-        for chunk, weights in enumerate(chunks)
-        for name, tensor in weights.items()
-        if not name.endswith(BUFFERS)
-    ]
+def parameters(
+    chunks: Sequence[Mapping[str, LazyTensor]], shared: Iterable[str], aliases: Mapping[str, str]
+) -> list[Parameter]:
+    """The parameters of a rank's chunks in order. shared: names of tied embeddings that another stage has too.
+
+    aliases: second names of tensors -> first ones. Such a tensor counts once, where either name comes first.
+    """
+    shared, found = set(shared), dict[tuple[int, str], Parameter]()
+    for chunk, weights in enumerate(chunks):
+        for listed, tensor in weights.items():
+            name = aliases.get(listed, listed)
+            if not name.endswith(BUFFERS):
+                found.setdefault(
+                    (chunk, name), Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name in shared)
+                )
+    return list(found.values())
 
 
 def read(

@@ -206,8 +206,8 @@ class _Planner:
         parameters = [
             Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
             for model, natives in models.items()
-            for native in natives
-            if writer.has(native, EXP_AVG) and not native.alias
+            for native in _once(natives)
+            if writer.has(native, EXP_AVG)
         ]
         if not self.options.distributed_optimizer:
             return writer.plain(parameters)
@@ -273,3 +273,11 @@ class _Planner:
             placements.setdefault(Key(name, piece.slot), []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
             zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))
+
+
+def _once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
+    """Without second names: a model's parameters list such a tensor where its first name comes."""
+    first: dict[tuple[str, ...], NativeTensor] = {}
+    for native in natives:
+        first.setdefault(tuple(native.parts), native)
+    return list(first.values())

@@ -38,7 +38,7 @@ from megaconv.optimizer_source import (
 )
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars
-from megaconv.table import NativeTensor, canonical_shapes, native_tensors
+from megaconv.table import NativeTensor, canonical_shapes, native_tensors, second_names
 from megaconv.training import TrainingState
 
 _log = logging.getLogger("megaconv")
@@ -110,11 +110,11 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
     wanted = options.optimizer and training.optimizer is not None
-    optimizers = Optimizers({})
+    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, dialect.naming)
     if wanted and source.dist is not None:
-        optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0])
+        optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
     elif wanted:
-        optimizers = open_optimizers(ranks, args, names, tied=config.tie_embeddings)
+        optimizers = open_optimizers(ranks, args, names, aliases, tied=config.tie_embeddings)
     placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
     tensors = assemble(shapes, placed, strict=False)
     if wanted and training.optimizer is not None:

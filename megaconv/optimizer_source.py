@@ -52,8 +52,10 @@ def _buffer_file(ranks: Ranks, rank: RankId) -> Any:
     return ranks.paths[rank].parent / rank_files.OPTIMIZER_FILE
 
 
-def open_optimizers(ranks: Ranks, args: Any, names: Landmarks, *, tied: bool) -> Optimizers:
-    """tied: whether head and embedding are one tensor. Raises CheckpointError for an optimizer that can't be read."""
+def open_optimizers(ranks: Ranks, args: Any, names: Landmarks, aliases: Mapping[str, str], *, tied: bool) -> Optimizers:
+    """aliases: second names of tensors -> first ones. tied: whether head and embedding are one tensor.
+
+    Raises CheckpointError for an optimizer that can't be read."""
     buffers: dict[Any, Any] = {}
     by_rank = {}
     for rank, state in ranks.states.items():
@@ -64,7 +66,7 @@ def open_optimizers(ranks: Ranks, args: Any, names: Landmarks, *, tied: bool) ->
         if path not in buffers:
             buffers[path] = torch_zip.read(path) if path.exists() else None
         shared = {0: (names.embedding,), ranks.pp - 1: (names.tied_copy,)} if tied and ranks.pp > 1 else {}
-        found = parameters(ranks.weights[rank], shared.get(rank.pp, ()))
+        found = parameters(ranks.weights[rank], shared.get(rank.pp, ()), aliases)
         with well_formed(f"{where}: its optimizer"):
             by_rank[rank] = read(state["optimizer"], buffers[path], found, args, rank.pp, where)
     return Optimizers(by_rank)

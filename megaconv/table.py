@@ -196,6 +196,17 @@ def evaluate(shape: str, sizes: Mapping[str, int]) -> Shape:
     )
 
 
+def second_names(rows: tuple[Row, ...], naming: str) -> dict[str, str]:
+    """Names under which a naming has a tensor again -> its own name there."""
+    base = naming.partition("+")[0]
+    return {
+        alias: spelling if isinstance(spelling, str) else spelling.name
+        for row in rows
+        for alias in row.aliases.get(base, ())
+        if (spelling := row.spelling(naming)) is not None
+    }
+
+
 def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Shape]:
     """Every canonical tensor of a model with its shape, in model order."""
     sizes, shapes = config.sizes(), {}

@@ -21,7 +21,7 @@ from megaconv.ir import Key
 from megaconv.optimizer_buffers import BufferParameter, fill, gaps
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
 from tests.conftest import FIXTURES
-from tests.optimizer_models import load, write_trained_llama
+from tests.optimizer_models import SCHEDULER, load, trained, write_trained_llama
 from tests.optimizer_oracle import adamw, gradient, step
 from tests.put_together import assert_holds, assert_holds_optimizer, rank_files
 from tests.runs import assert_refused, run, unchanged
@@ -165,6 +165,31 @@ def test_legacy_models_carry_their_optimizer_too(tied: Path, tmp_path: Path) -> 
     megaconv.convert(tied, tmp_path / "legacy", saver="legacy", tp=2, pp=2)
     megaconv.convert(tmp_path / "legacy", tmp_path / "back", saver="core", tp=1, pp=1, distributed_optimizer=True)
     assert prints(tmp_path / "legacy") == prints(tmp_path / "back") == prints(tied)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_tensor_with_two_names_has_one_optimizer_state(distributed: bool, tmp_path: Path) -> None:
+    """Megatron's T5 lists its positions and the head's bias twice, and its optimizer knows them once."""
+    source = tmp_path / "t5"
+    megaconv.convert(source_of("core-t5-tp2pp1"), source, saver="core", tp=1, transformer_impl="local")
+    (file,) = source.glob("*/mp_rank_00/model_optim_rng.pt")
+    state = load(file)
+    model = {name: tensor for name, tensor in state["model"].items() if isinstance(tensor, torch.Tensor)}
+    again = {
+        "position_embeddings.weight": "embedding.position_embeddings.weight",
+        "output_layer.bias": "lm_head.output_layer.bias",
+    }
+    state["optimizer"] = trained({name: model[name] for name in model if name not in again}, float16=False)
+    state["opt_param_scheduler"] = dict(SCHEDULER)
+    state["model"] |= {alias: model[name] for alias, name in again.items()}
+    torch.save(state, file)
+    options = {"transformer_impl": "local", "distributed_optimizer": distributed}
+    megaconv.convert(source, tmp_path / "two", saver="core", tp=2, **options)
+    megaconv.convert(tmp_path / "two", tmp_path / "one", saver="core", tp=1, transformer_impl="local")
+    megaconv.convert(tmp_path / "two", tmp_path / "dist", saver="core", ckpt_format="torch_dist", **options)
+    expected = prints(source)
+    assert expected[1] is not None
+    assert {prints(tmp_path / name) for name in ("two", "one", "dist")} == {expected}
 
 
 def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Path) -> None:
