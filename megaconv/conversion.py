@@ -127,17 +127,21 @@ class LazySource:
             yield key, as_lazy(tensor)
 
 
-def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Report]:
-    """Everything that can be known, and go wrong, before the first byte is written."""
+def prepare(
+    load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions, processes: int = 1
+) -> tuple[Source, Report]:
+    """Everything that can be known, and go wrong, before the first byte is written.
+
+    processes: that will write it together, each with files of its own.
+    """
     load = load_options(saver, options)
     _, source = open_source(load_dir, options.loader, load)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype))
-    plan = registry.saver(saver).plan(
-        source.header, replace(options.save, files=options.save.files or _workers(options))
-    )
+    files = options.save.files or _workers(options) * processes
+    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(_record(str(load_dir), saver, source.header, blank))
@@ -172,7 +176,7 @@ def convert(
         path = resolve(str(load_dir))
         if staging.target in Path(os.path.realpath(path)).parents:
             raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
-        source, report = prepare(load_dir, save_dir, saver, options)
+        source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
         identity = _identity(path, options.dtype)
         ranks.agree("source", identity)
         ranks.agree("options", repr((saver, staging.target, options)))
