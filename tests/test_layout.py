@@ -267,6 +267,7 @@ def test_megatron_shares_layers_out_as_we_do(split: LayerSplit, vpp: int) -> Non
 WHOLE_2, WHOLE_4 = {(0, 0): [0, 1]}, {(0, 0): [0, 1, 2, 3]}
 HALVES_2 = {(0, 0): [0], (1, 0): [1]}
 PLACEMENTS: dict[str, tuple[int, dict[tuple[int, int], list[int]]]] = {
+    "core-bert-tp2pp2": (2, HALVES_2),
     "core-gpt2-tp1pp1": (1, WHOLE_2),
     "core-gpt2-tp2pp2": (2, HALVES_2),
     "core-llama-distopt-tp1pp2dp2": (1, HALVES_2),
@@ -284,6 +285,7 @@ PLACEMENTS: dict[str, tuple[int, dict[tuple[int, int], list[int]]]] = {
     "core-mixtral-seq-tp2pp2ep2": (2, HALVES_2),
     "core-moe-shared-tp2ep2": (2, WHOLE_2),
     "core-qwenlike-tp2pp1": (2, WHOLE_2),
+    "core-t5-tp2pp1": (2, {(0, 0): [0]}),
     "core-te-gpt2-tp2pp2": (2, HALVES_2),
     "core-te-llama-distopt-tp2dp2": (2, WHOLE_2),
     "core-te-llama-optim-tp2pp1": (2, WHOLE_2),

@@ -1,0 +1,196 @@
+"""The configurations of BERT and T5: config.json and Megatron's arguments lead back to the same model."""
+
+import json
+from argparse import Namespace
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaconv.config import ModelConfig
+from megaconv.errors import NotExpressible, UnknownFamily
+from megaconv.families import family, family_of_hf
+from megaconv.ir import TrainingState
+from megaconv.layout import Layout
+from megaconv.megatron_args import from_arguments, to_arguments
+
+Draw = st.DrawFn
+
+BERT: dict[str, Any] = {
+    "architectures": ["MegatronBertForPreTraining"], "model_type": "megatron-bert", "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 31, "torch_dtype": "bfloat16",
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 12, "num_layers": 2, "num_heads": 3,
+    "d_kv": 5, "d_ff": 20, "vocab_size": 31, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def read(raw: dict[str, Any]) -> ModelConfig:
+    return family_of_hf(raw, "config.json").read_hf(raw)
+
+
+@st.composite
+def berts(draw: Draw) -> ModelConfig:
+    """As both transformers and Megatron's legacy models can have one."""
+    kind = draw(st.sampled_from(("MegatronBertForPreTraining", "BertForPreTraining")))
+    words = {
+        "architectures": [kind],
+        "hidden_act": draw(st.sampled_from(("gelu", "gelu_new"))),
+        "layer_norm_eps": draw(st.sampled_from((1e-12, 1e-5))),
+        "max_position_embeddings": draw(st.integers(1, 99)),
+        "torch_dtype": draw(st.sampled_from(("bfloat16", "float32"))),
+        "pad_token_id": None,
+    }
+    return read(BERT | words)
+
+
+@st.composite
+def t5s(draw: Draw) -> ModelConfig:
+    """As Megatron core can have one."""
+    bias, tied, layers = draw(st.booleans()), draw(st.booleans()), draw(st.integers(1, 4))
+    positions = draw(st.sampled_from(("learned", "relative", "rope")))
+    found = {"relative_buckets": draw(st.integers(1, 40)), "relative_distance": draw(st.integers(1, 200))}
+    gated = draw(st.booleans())
+    return replace(
+        read(T5),
+        layers=layers,
+        encoder_layers=layers,
+        positions=positions,
+        normalization=draw(st.sampled_from(("LayerNorm", "RMSNorm"))),
+        activation="silu" if gated else draw(st.sampled_from(("gelu", "gelu_tanh"))),
+        gated=gated,
+        scaled_attention=True,
+        final_norm=draw(st.booleans()),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        tie_embeddings=tied,
+        head_bias=tied,
+        pad_token_id=None,
+        eos_token_id=None,
+        **found if positions == "relative" else dict.fromkeys(found, 0),
+    )
+
+
+FOUND = (
+    *(
+        "layers",
+        "hidden",
+        "ffn",
+        "vocab",
+        "tie_embeddings",
+        "qkv_bias",
+        "o_bias",
+        "mlp_bias",
+        "qk_norm",
+        "gated",
+        "dtype",
+    ),
+    *("encoder_layers", "final_norm", "head_bias", "relative_buckets", "token_types", "binary_head"),
+)
+
+
+def back(config: ModelConfig, *, legacy: bool) -> ModelConfig:
+    """By way of Megatron's arguments, with what a loader reads off the tensors."""
+    found = {name: getattr(config, name) for name in FOUND} | (
+        {"head_activation": "gelu"} if config.head_activation else {}
+    )
+    return from_arguments(Namespace(**arguments(config, legacy=legacy)), found, legacy=legacy)
+
+
+def arguments(config: ModelConfig, **more: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "transformer_impl": "local",
+        "grouped_experts": False,
+        "vocab_divisor": 8,
+        "padded_vocab": 32,
+    }
+    return to_arguments(config, Layout(stage_layers=(config.layers,)), TrainingState(), **options | more)
+
+
+@given(berts())
+@settings(max_examples=40, deadline=None)
+def test_a_bert_comes_back_from_config_json_and_from_legacy_arguments(config: ModelConfig) -> None:
+    assert read(json.loads(json.dumps(family("bert").write_hf(config)))) == config
+    assert back(config, legacy=True) == config
+
+
+@given(t5s())
+@settings(max_examples=60, deadline=None)
+def test_a_t5_comes_back_from_cores_arguments(config: ModelConfig) -> None:
+    assert back(config, legacy=False) == config
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, {"num_decoder_layers": 5}]
+)
+def test_a_t5_of_transformers_comes_back_from_its_config_json(words: dict[str, Any]) -> None:
+    config = read(T5 | words)
+    assert read(json.loads(json.dumps(family("t5").write_hf(config)))) == config
+
+
+ONE_STACK = {
+    "encoder_layers",
+    "token_types",
+    "relative_buckets",
+    "relative_distance",
+    "head_activation",
+    "binary_head",
+    "post_norm",
+}
+
+
+def test_a_decoder_has_nothing_of_an_encoder() -> None:
+    defaults = {item.name: item.default for item in fields(ModelConfig)}
+    assert not any(defaults[name] for name in ONE_STACK)
+    assert defaults["final_norm"] is defaults["scaled_attention"] is True
+
+
+REFUSED = (
+    read(BERT | {"hidden_act": "gelu"}),
+    replace(read(T5), scaled_attention=True, head_bias=True, activation="gelu"),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "legacy", "reason"),
+    [
+        (REFUSED[0], {"post_norm": True}, False, "choose --saver legacy"),
+        (REFUSED[0], {"token_types": 0}, False, "0 token types and a binary head"),
+        (REFUSED[0], {"token_types": 3}, True, "3 token types"),
+        (REFUSED[0], {"head_activation": "gelu_tanh"}, True, "approximate gelu before its head only"),
+        (REFUSED[0], {"tie_embeddings": False}, True, "choose --saver core"),
+        (REFUSED[1], {"scaled_attention": False}, False, "square root of the head size"),
+        (REFUSED[1], {"head_bias": False}, False, "if the head is its embedding, and only then"),
+        (REFUSED[1], {"positions": "learned", "head_bias": False}, True, "has a bias on its head, this model has none"),
+        (REFUSED[1], {}, True, "relative positions"),
+        (REFUSED[1], {"activation": "relu"}, False, "relu"),
+        (REFUSED[1], {"encoder_layers": 7}, False, "2 in its decoder and 7 in its encoder"),
+    ],
+)
+def test_what_megatron_has_no_words_for_is_refused(
+    config: ModelConfig, change: dict[str, Any], legacy: bool, reason: str
+) -> None:
+    arguments(REFUSED[1], legacy=False)
+    with pytest.raises(NotExpressible, match=reason):
+        arguments(replace(config, **change), legacy=legacy)
+
+
+@pytest.mark.parametrize(
+    "words", [{"hidden_act": "relu"}, {"position_embedding_type": "relative_key"}, {"is_decoder": True}], ids=str
+)
+def test_a_bert_that_computes_something_else_is_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(NotExpressible, match="not BERT's own"):
+        read(BERT | words)
+
+
+def test_bert_in_cores_files_does_not_norm_afterwards() -> None:
+    """Core takes the argument and ignores it, so that nobody can tell what was meant."""
+    config = read(BERT)
+    args = Namespace(**arguments(config) | {"apply_residual_connection_post_layernorm": True})
+    found = {name: getattr(config, name) for name in FOUND} | {"head_activation": "gelu"}
+    with pytest.raises(UnknownFamily, match="apply_residual_connection_post_layernorm"):
+        from_arguments(args, found)
