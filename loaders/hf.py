@@ -1,6 +1,7 @@
 """Hugging Face directories: config.json, and weights in safetensors or torch `.bin` files, single or sharded."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
 from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names
+from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.hf_config import CONFIG_NAME
@@ -22,6 +24,9 @@ DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bi
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In the order in which transformers looks for them."""
+
+_STACKED = r"\.experts\.(gate_up_proj|down_proj)$"
+"""All experts of a layer in one tensor, as transformers 5 holds them."""
 
 
 def detect(path: Path) -> bool:
@@ -46,11 +51,13 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         for name, tensor in found.items()
         if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
     }
+    config = _without_missing_mtp(config, found)
     layers = min(config.layers, len(found) + 1)  # of more layers some have to be missing
     whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
+    naming = "hf+stacked" if any(re.search(_STACKED, name) for name in found) else "hf"
     natives = [
         native
-        for native in native_tensors(family.rows, config, "hf", Layout(), 0, whole, config.vocab)
+        for native in native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
         if not native.tied_copy or native.name in found
     ]
     same_names([native.name for native in natives], found, weights.name)
@@ -64,6 +71,12 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         source=f"hf, {_kind(weights)}",
     )
     return OpenedSource(header, tensors)
+
+
+def _without_missing_mtp(config: ModelConfig, found: Mapping[str, LazyTensor]) -> ModelConfig:
+    """transformers keeps what config.json says of layers that predict further tokens, and doesn't save them."""
+    first = f".layers.{config.layers}."
+    return config if any(first in name for name in found) else replace(config, mtp_layers=0)
 
 
 def _kind(weights: Path) -> str:

@@ -63,4 +63,6 @@ class CastSource:
             yield key, tensor if dtype == tensor.dtype else CastTensor(tensor, dtype)
 
     def _dtype(self, key: Key, dtype: str) -> str:
+        if key.name.endswith(".router.bias") and ITEMSIZE[self.dtype] < ITEMSIZE[dtype]:
+            return dtype  # Megatron and transformers keep it in float32 whatever the model has
         return self.dtype if key.slot == WEIGHT and dtype in _FLOATS else dtype

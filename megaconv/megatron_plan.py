@@ -158,7 +158,7 @@ class _Planner:
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
         # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [native for native in natives if not (native.tied_copy and chunk.is_first)]
+        kept = [native for native in natives if native.mtp_copy or not (native.tied_copy and chunk.is_first)]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]]) -> dict[str, Any]:

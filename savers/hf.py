@@ -22,7 +22,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     natives = [
         native
         for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab)
-        if not native.tied_copy
+        if not native.tied_copy or native.mtp_copy
     ]
     shards = shard([(native.name, native.shape, _dtype(header, native)) for native in natives], options.max_shard_bytes)
     names = (
