@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from formats.errors import CorruptCheckpoint
@@ -11,13 +12,14 @@ from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names
 from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
-from megaconv.families import read_config
-from megaconv.hf_config import CONFIG_NAME
+from megaconv.families import Family, read_config
+from megaconv.hf_config import CONFIG_NAME, load_config
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.layout import Chunk, Layout
 from megaconv.options import LoadOptions
+from megaconv.quantized import dequantize
 from megaconv.sidecars import find_sidecars
-from megaconv.table import canonical_shapes, native_tensors
+from megaconv.table import NativeTensor, canonical_shapes, native_tensors
 from megaconv.weight_files import read_file, read_sharded
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
@@ -25,7 +27,7 @@ DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bi
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In the order in which transformers looks for them."""
 
-_STACKED = r"\.experts\.(gate_up_proj|down_proj)$"
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 """All experts of a layer in one tensor, as transformers 5 holds them."""
 
 
@@ -42,6 +44,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     weights, found = _read_weights(path)
+    quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
+    found = dequantize(found, quantized, options.dtype, weights.name)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
@@ -54,12 +58,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     config = _without_missing_mtp(config, found)
     layers = min(config.layers, len(found) + 1)  # of more layers some have to be missing
     whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
-    naming = "hf+stacked" if any(re.search(_STACKED, name) for name in found) else "hf"
-    natives = [
-        native
-        for native in native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
-        if not native.tied_copy or native.name in found
-    ]
+    natives = _expected(family, config, whole, "hf", found)
+    if any(name.endswith(_STACKED) for name in found):
+        natives = max(natives, _expected(family, config, whole, "hf+stacked", found), key=partial(_fitting, found))
     same_names([native.name for native in natives], found, weights.name)
     placed = [Placed(native, found[native.name], weights.name) for native in natives]
     tensors = assemble(canonical_shapes(family.rows, config), placed, strict=True)
@@ -73,10 +74,23 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     return OpenedSource(header, tensors)
 
 
+def _expected(
+    family: Family, config: ModelConfig, chunk: Chunk, naming: str, found: Mapping[str, LazyTensor]
+) -> list[NativeTensor]:
+    natives = native_tensors(family.rows, config, naming, Layout(), 0, chunk, config.vocab)
+    return [native for native in natives if not native.tied_copy or native.name in found]
+
+
+def _fitting(found: Mapping[str, LazyTensor], natives: list[NativeTensor]) -> int:
+    """How many are there, in their shape."""
+    return sum(native.name in found and tuple(found[native.name].shape) == native.shape for native in natives)
+
+
 def _without_missing_mtp(config: ModelConfig, found: Mapping[str, LazyTensor]) -> ModelConfig:
     """transformers keeps what config.json says of layers that predict further tokens, and doesn't save them."""
     first = f".layers.{config.layers}."
-    return config if any(first in name for name in found) else replace(config, mtp_layers=0)
+    most = len(found) + 1 if any(first in name for name in found) else 0
+    return replace(config, mtp_layers=min(config.mtp_layers, most))
 
 
 def _kind(weights: Path) -> str:

@@ -116,9 +116,10 @@ class LazySource:
 
 def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Report]:
     """Everything that can be known, and go wrong, before the first byte is written."""
-    _, source = open_source(load_dir, options.loader, options.load)
-    if options.dtype is not None:
-        source = CastSource(source, dtype_name(options.dtype))
+    dtype = None if options.dtype is None else dtype_name(options.dtype)
+    _, source = open_source(load_dir, options.loader, replace(options.load, dtype=dtype))
+    if dtype is not None:
+        source = CastSource(source, dtype)
     plan = registry.saver(saver).plan(source.header, options.save)
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))

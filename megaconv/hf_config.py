@@ -11,6 +11,7 @@ from typing import Any
 
 from megaconv.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.quantized import quant_method
 
 CONFIG_NAME = "config.json"
 
@@ -32,21 +33,14 @@ def load_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_decoder(
-    raw: Mapping[str, Any],
-    family: str,
-    defaults: Mapping[str, Any],
-    *,
-    activations: tuple[str, ...] = ("silu", "swish"),
-    **features: Any,
-) -> ModelConfig:
+def read_decoder(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any], **features: Any) -> ModelConfig:
     """What the Llama-like architectures say in the same words.
 
-    defaults: transformers' own defaults of this architecture for keys that may be left out.
-    activations: words for the one activation that the architecture has. features: fields of ModelConfig that the family
-    decides itself; they win over what is read here.
+    defaults: transformers' own defaults of this architecture for keys that may be left out; as `activations` the words for
+    the one activation that it has. features: fields of ModelConfig that the family decides itself; they win over those
+    read here.
     """
-    _refuse_unsupported(raw, activations)
+    _refuse_unsupported(raw, defaults.get("activations", ("silu", "swish")))
     if "rotary_percent" not in features and rotary_percent(raw, 1.0) != 1.0:
         raise NotExpressible(
             f"{CONFIG_NAME}: partial_rotary_factor {rotary_percent(raw, 1.0)} is not known in this architecture"
@@ -119,11 +113,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], activations: tuple[str, ...]) ->
         raise UnknownFamily(
             f"{CONFIG_NAME}: hidden_act {raw['hidden_act']!r} is not known in this architecture; expected {activations[0]}"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise NotExpressible(
-            f"{CONFIG_NAME}: the weights are quantized ({method}); convert an unquantized copy of the model"
-        )
+    quant_method(raw, CONFIG_NAME)
 
 
 def _rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
@@ -212,4 +202,5 @@ def config_json(config: ModelConfig, written: Mapping[str, Any]) -> bytes:
         key = "dtype" if "dtype" in merged else "torch_dtype"
         merged |= {key: config.dtype, "vocab_size": config.vocab}
         merged.setdefault("architectures", written["architectures"])
+        merged.pop("quantization_config", None)  # what was quantized no longer is
     return (json.dumps(merged, indent=2, ensure_ascii=False) + "\n").encode()

@@ -305,11 +305,13 @@ def _family_of_zero_centered(fields: Mapping[str, Any]) -> str:
 
 
 def _family_of_latent(fields: Mapping[str, Any]) -> str:
-    if fields.get("router_score") != "sigmoid" or not fields.get("router_bias"):
+    routing = (fields.get("router_score"), bool(fields.get("router_bias")), fields.get("renormalize"))
+    known = {("sigmoid", True, True): "deepseek_v3", ("softmax", False, False): "deepseek_v2"}
+    if routing not in known:
         raise UnknownFamily(
-            "the checkpoint has latent attention, but no experts chosen by sigmoid scores and a bias; only DeepSeek-V3 is known"
+            "the checkpoint has latent attention, but not the experts of DeepSeek-V2 (softmax before the choice) or V3 (sigmoid, bias)"
         )
-    return "deepseek_v3"
+    return known[routing]
 
 
 def _family_of_experts(fields: Mapping[str, Any]) -> str:

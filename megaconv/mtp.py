@@ -9,6 +9,7 @@ Source: README_WEIGHTS.md of DeepSeek-V3; multi_token_prediction.py of megatron-
 """
 
 from dataclasses import replace
+from typing import Any
 
 from megaconv.table import Row, Spelling
 
@@ -44,7 +45,7 @@ def with_mtp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _as_mtp(row: Row) -> Row:
-    spelled = {name: _renamed(getattr(row, name)) for name in _NAMINGS}
+    spelled: dict[str, Any] = {name: _renamed(getattr(row, name)) for name in _NAMINGS}
     canonical = row.canonical.replace("layers.{l}.", "mtp.{l}.", 1)
     return replace(row, canonical=canonical, stage="mtp", stacked=None, **spelled)
 

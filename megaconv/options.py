@@ -16,6 +16,8 @@ class LoadOptions:
     true_vocab_size: int | None = None
     checkpoint_type: str | None = None
     """What the `llama_mistral` loader reads: `hf`, `meta` or `mistral`; None: found out from the files."""
+    dtype: str | None = None
+    """What quantized weights become (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
 

@@ -194,9 +194,8 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     import torch
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    known: dict[str, Any] = {
-        item.name: getattr(args, item.name) for item in fields(TransformerConfig) if hasattr(args, item.name)
-    }
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    known: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     known |= {
         "layernorm_zero_centered_gamma": False,  # see as_gemma
         "pipeline_dtype": args.params_dtype,
@@ -215,10 +214,6 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "gradient_accumulation_fusion",
     )
     others = {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_token_dispatcher_type": "allgather"}
-    kind: type[TransformerConfig] = TransformerConfig
-    if args.multi_latent_attention:
-        kind = MLATransformerConfig
-        known |= {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     return kind(**known | others | dict.fromkeys(without_cuda, False))
 
 

@@ -161,9 +161,8 @@ MIXTURES = {
     "deepseek_v3": Variant(
         "deepseek_v3", LATENT, {"rotary halves": {"rope_interleave": False}, "one group": {"n_group": 1, "topk_group": 1}}
     ),
-    "deepseek_v3, queries made directly, yarn": Variant(
-        "deepseek_v3", {**LATENT, "q_lora_rank": None, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}
-    ),
+    "deepseek_v3, yarn": Variant("deepseek_v3", {**LATENT, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}),
+    "deepseek_v2": Variant("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 

@@ -41,7 +41,7 @@ def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
         )
     bias = bool(raw.get("attention_bias"))
     own = {"activation": "gelu_tanh", "zero_centered_norm": True, "embedding_scale": raw["hidden_size"] ** 0.5}
-    return read_decoder(raw, "gemma", _DEFAULTS, activations=_GELU, qkv_bias=bias, o_bias=bias, **own)
+    return read_decoder(raw, "gemma", _DEFAULTS | {"activations": _GELU}, qkv_bias=bias, o_bias=bias, **own)
 
 
 def write_hf(config: ModelConfig) -> dict[str, Any]:
