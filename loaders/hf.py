@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
 from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names
@@ -20,12 +19,9 @@ from megaconv.options import LoadOptions
 from megaconv.quantized import dequantize
 from megaconv.sidecars import find_sidecars
 from megaconv.table import NativeTensor, canonical_shapes, native_tensors
-from megaconv.weight_files import read_file, read_sharded
+from megaconv.weight_files import read_directory
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
-
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""In the order in which transformers looks for them."""
 
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 """All experts of a layer in one tensor, as transformers 5 holds them."""
@@ -43,7 +39,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
-    weights, found = _read_weights(path)
+    weights, found = read_directory(path)
     quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
     found = dequantize(found, quantized, options.dtype, weights.name)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
@@ -95,15 +91,3 @@ def _without_missing_mtp(config: ModelConfig, found: Mapping[str, LazyTensor]) -
 
 def _kind(weights: Path) -> str:
     return "safetensors" if "safetensors" in weights.name else "torch .bin"
-
-
-def _read_weights(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
-    """The file that was decisive, and every tensor by its name."""
-    for name in _WEIGHTS:
-        weights = path / name
-        if not weights.is_file():
-            continue
-        if name.endswith(".index.json"):
-            return weights, read_sharded(weights)
-        return weights, read_file(weights)
-    raise CorruptCheckpoint(f"{path}: has a {CONFIG_NAME} but no weights; expected one of {', '.join(_WEIGHTS)}")

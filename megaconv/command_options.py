@@ -116,6 +116,13 @@ CheckpointType = Annotated[
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--base",
+        help="The original's Hugging Face directory: an hf output gets from it the tensors and files that the source doesn't hold.",
+    ),
+]
 Release = Annotated[
     bool,
     typer.Option("--release", help="Write a `release` checkpoint instead of an iteration."),

@@ -46,6 +46,8 @@ class SaveOptions:
     ckpt_format: str = "torch"
     allow_lossy: tuple[str, ...] = ()
     """Features that may be left out where the target has no words for them: `rope_scaling`."""
+    base: Path | None = None
+    """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
 

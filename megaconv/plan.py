@@ -35,6 +35,8 @@ class OutputPlan:
     placements: Mapping[Key, Sequence[Placement]]
     zeros: Sequence[tuple[str, str, int, int]] = ()
     """(file, record, offset in the record, bytes) that stay zero."""
+    from_base: Sequence[str] = ()
+    """Tensors and files that are copied from the original (`--base`)."""
 
     @property
     def nbytes(self) -> int:

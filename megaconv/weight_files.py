@@ -8,6 +8,27 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
 from megaconv.errors import TensorMismatch
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""In the order in which transformers looks for them."""
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a file of a Hugging Face directory holds weights, or says where they are."""
+    return path.name.endswith(_SUFFIXES)
+
+
+def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
+    """The file of a Hugging Face directory that was decisive, and every tensor by its name."""
+    for name in _WEIGHTS:
+        weights = path / name
+        if not weights.is_file():
+            continue
+        if name.endswith(".index.json"):
+            return weights, read_sharded(weights)
+        return weights, read_file(weights)
+    raise CorruptCheckpoint(f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}")
+
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a `.safetensors` file, or of what torch saved under any other name."""

@@ -225,7 +225,11 @@ def build(args: Namespace, virtual_stage: int | None) -> "GPTModel":
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     config = transformer_config(args)
     spec = (
@@ -233,8 +237,12 @@ def build(args: Namespace, virtual_stage: int | None) -> "GPTModel":
         if args.num_experts
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
     return GPTModel(
         config=config,
+        mtp_block_spec=mtp,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -296,6 +304,9 @@ def load_chunks(args: Namespace, state: dict[str, Any]) -> "list[GPTModel]":
         chunk.load_state_dict(weights, strict=True)
         if args.layernorm_zero_centered_gamma:
             as_gemma(args, chunk)
+        # Without labels GPTModel doesn't know what to do with what further layers predict: so it gives it back, after the
+        # main logits as if it were more of the sequence.
+        chunk.config.mtp_num_layers = None
         chunks.append(chunk)
     return chunks
 
