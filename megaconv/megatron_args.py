@@ -242,9 +242,8 @@ def from_arguments(args: Namespace, found: Mapping[str, Any]) -> ModelConfig:
         fields["windowed_layers"] = tuple(windowed) if len(windowed) < len(layers) else None
     fields |= found
     fields |= read_latent(args)
-    fields["zero_centered_norm"] = bool(
-        _first(args, "layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)
-    )
+    spellings = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
+    fields["zero_centered_norm"] = any(getattr(args, name, False) for name in spellings)
     family = _family(fields)
     if family == "gemma":
         fields["embedding_scale"] = fields["hidden"] ** 0.5

@@ -29,7 +29,7 @@ from megaconv.table import (
     expressible,
     native_tensors,
 )
-from tests.strategies import SPELLED, VARIANTS, has_experts, sharded_models, speaks_of
+from tests.strategies import SPELLED, VARIANTS, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
 
 Labels = dict[str, NDArray[np.int64]]
 PADDING = -1
@@ -47,6 +47,9 @@ def everything(family: str, naming: str = "core") -> ModelConfig:
     config = replace(EVERYTHING, family=family, **{name: speaks_of(family, naming, name) for name in features})
     if not has_experts(family):
         return config
+    if has_latent_attention(family):
+        config = replace(config, kv_heads=4, head_dim=5, kv_rank=4, q_rank=2, rope_dim=2, v_dim=3)
+    config = replace(config, mtp_layers=int(has_mtp(family)))
     experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "moe_ffn": 2, "shared_ffn": 4, "moe_layers": (1,)}
     return replace(config, **experts, shared_gate=True, router_bias=True)
 
@@ -56,7 +59,7 @@ def every_rank(
 ) -> Iterator[tuple[Chunk, int, int, NativeTensor]]:
     """(chunk, tensor and expert parallel rank, tensor): all but second copies of tied embeddings."""
     rows = families()[config.family].rows
-    if naming == "hf":
+    if naming.startswith("hf"):
         layout, vocab_rows = Layout(stage_layers=(config.layers,)), config.vocab
     else:
         vocab_rows = padded_vocab(config.vocab, divisor, layout.tp)
@@ -140,7 +143,8 @@ def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
 def test_a_model_with_everything_has_every_row(family: str) -> None:
     config = everything(family)
     rows = families()[family].rows
-    assert all(any(row.exists(config, layer) for layer in range(config.layers)) for row in rows)
+    either = (config, replace(config, q_rank=0))  # queries are made directly, or from a latent vector
+    assert all(any(row.exists(model, layer) for model in either for layer in range(config.layers)) for row in rows)
 
 
 def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
@@ -190,7 +194,7 @@ def test_every_element_lies_on_exactly_one_rank_or_on_every_tensor_parallel_rank
         filled = len(joined) - native.padding_rows
         assert (joined[:filled] != PADDING).all(), f"{native.name}: an element belongs to nothing"
         assert (joined[filled:] == PADDING).all(), f"{native.name}: a padding row holds something"
-        copies = layout.tp if native.replicated and naming != "hf" else 1
+        copies = layout.tp if native.replicated and not naming.startswith("hf") else 1
         times.update({int(label): 1.0 / copies for label in joined[:filled].reshape(-1)})
     assert set(times) == set(chain.from_iterable(label.reshape(-1).tolist() for label in labels.values()))
     assert set(times.values()) == {1}

@@ -121,7 +121,7 @@ def require_only(raw: Mapping[str, Any], only: Mapping[str, Any]) -> None:
 def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
     require_only(raw, _ONLY)
     experts = deepseek_experts({**_EXPERT_DEFAULTS, **raw}, 3)
-    mtp = {"mtp_layers": raw.get("num_nextn_predict_layers", 0)}
+    mtp = {"mtp_layers": raw.get("num_nextn_predict_layers", 1)}
     attention = latent_attention({**_LATENT_DEFAULTS, **raw})
     return read_decoder(
         {**raw, "head_dim": None}, "deepseek_v3", _DEFAULTS, **attention, **experts, **mtp, hf=dict(raw)
