@@ -16,7 +16,7 @@ from megaconv.hf_config import CONFIG_NAME, load_config
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.layout import Chunk, Layout
 from megaconv.options import LoadOptions
-from megaconv.quantized import dequantize
+from megaconv.quantized import dequantize, quant_method
 from megaconv.sidecars import find_sidecars
 from megaconv.table import NativeTensor, canonical_shapes, native_tensors
 from megaconv.weight_files import read_directory
@@ -55,7 +55,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     layers = min(config.layers, len(found) + 1)  # of more layers some have to be missing
     whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
     natives = _expected(family, config, whole, "hf", found)
-    if any(name.endswith(_STACKED) for name in found):
+    if quant_method(quantized, weights.name) == "mxfp4":  # as rows, where plain weights may be transposed
+        natives = _expected(family, config, whole, "hf+stacked", found)
+    elif any(name.endswith(_STACKED) for name in found):
         natives = max(natives, _expected(family, config, whole, "hf+stacked", found), key=partial(_fitting, found))
     same_names([native.name for native in natives], found, weights.name)
     placed = [Placed(native, found[native.name], weights.name) for native in natives]

@@ -87,6 +87,9 @@ def plan_ranks(
     header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
 ) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    reason = family(header.config.family).hf_only
+    if reason:
+        raise NotExpressible(f"a {header.config.family} can't be written for Megatron: {reason}; choose --saver hf")
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
     padded = padded_vocab(header.config.vocab, divisor, layout.tp)
     arguments = to_arguments(

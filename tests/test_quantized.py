@@ -208,3 +208,55 @@ def test_a_missing_scale_is_one_clear_error(tmp_path: Path) -> None:
     outcome = run("convert", "--load-dir", model, "--saver", "core", "--save-dir", tmp_path / "core")
     assert_refused(outcome, 3, "model.layers.0.mlp.up_proj.weight is fp8", "weight_scale_inv")
     assert not (tmp_path / "core").exists()
+
+
+# GPT-OSS.
+
+
+@pytest.mark.oracle
+def test_a_gpt_oss_in_mxfp4_becomes_what_transformers_dequantizes_it_to(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 50}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).bfloat16().save_pretrained(
+        tmp_path / "plain"
+    )
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    megaconv.convert(tmp_path / "plain", tmp_path / "again", saver="hf")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == plain.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in plain.items())
+
+    stored, expected = {}, dict(plain)
+    for name, tensor in plain.items():
+        stored[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            del stored[name]
+            experts, cols, rows = tensor.shape
+            blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 130, (experts, rows, cols // 32), dtype=torch.uint8)
+            stored |= {name + "_blocks": blocks, name + "_scales": scales}
+            expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (shipped / "config.json").write_text(json.dumps(config))
+    save_file(stored, shipped / "model.safetensors", metadata={"format": "pt"})
+    megaconv.convert(shipped, tmp_path / "out", saver="hf", verify=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model(input_ids=torch.arange(9)[None]).logits.isfinite().all()
+    refused = run("convert", "--load-dir", shipped, "--saver", "core", "--save-dir", tmp_path / "core")
+    assert_refused(refused, 2, "gpt_oss can't be written for Megatron", "--saver hf")

@@ -34,6 +34,8 @@ class Family:
     """What every model of the family has, of that which others may have: `qk_norm`."""
     prefix: str = ""
     """In front of all Hugging Face names but the head's; files saved from the bare model lack it."""
+    hf_only: str = ""
+    """Why the family has no words but Hugging Face's."""
 
 
 REFUSED = {
