@@ -3,20 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
-from formats.errors import CorruptCheckpoint
-from formats.tensor import LazyTensor
 from megaconv.errors import UsageError
 from megaconv.families import read_config
-from megaconv.hf_config import CONFIG_NAME
+from megaconv.hf_config import CONFIG_NAME, load_config
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.options import LoadOptions
+from megaconv.quantized import dequantize, quant_method
 from megaconv.sidecars import find_sidecars
-from megaconv.weight_files import read_file, read_sharded, whole_model
+from megaconv.weight_files import read_directory, whole_model
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
-
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""In the order in which transformers looks for them."""
 
 
 def detect(path: Path) -> bool:
@@ -31,14 +27,18 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
-    weights, found = _read_weights(path)
+    weights, found = read_directory(path)
+    quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
+    found = dequantize(found, quantized, options.dtype, weights.name)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
         }
     for old, new in family.older.items():
         found = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in found.items()}
-    config, tensors = whole_model(family, config, "hf", found, weights.name)
+    # MXFP4 has experts as rows, where plain weights may be transposed.
+    naming = "hf+stacked" if quant_method(quantized, weights.name) == "mxfp4" else "hf"
+    config, tensors = whole_model(family, config, naming, found, weights.name)
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
@@ -51,15 +51,3 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
 
 def _kind(weights: Path) -> str:
     return "safetensors" if "safetensors" in weights.name else "torch .bin"
-
-
-def _read_weights(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
-    """The file that was decisive, and every tensor by its name."""
-    for name in _WEIGHTS:
-        weights = path / name
-        if not weights.is_file():
-            continue
-        if name.endswith(".index.json"):
-            return weights, read_sharded(weights)
-        return weights, read_file(weights)
-    raise CorruptCheckpoint(f"{path}: has a {CONFIG_NAME} but no weights; expected one of {', '.join(_WEIGHTS)}")

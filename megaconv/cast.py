@@ -67,7 +67,7 @@ class CastSource:
         header = self.source.header
         if not header.carries_optimizer:
             for key, tensor in self.source.tensors():
-                yield key, _cast(tensor, self._dtype(tensor.dtype))
+                yield key, _cast(tensor, self._dtype(key, tensor.dtype))
             return
         found = dict(self.source.tensors())
         for key, origin, dtype in self._made(header.manifest):
@@ -79,14 +79,16 @@ class CastSource:
             master = Key(key.name, MASTER)
             best = master if master in manifest else key
             if key.slot == WEIGHT:
-                dtype = self._dtype(info.dtype)
+                dtype = self._dtype(key, info.dtype)
                 yield key, key if dtype == info.dtype else best, dtype
                 if dtype != "float32" and manifest[best].dtype == "float32" and Key(key.name, EXP_AVG) in manifest:
                     yield master, best, "float32"
             elif key.slot != MASTER:
                 yield key, key, info.dtype
 
-    def _dtype(self, dtype: str) -> str:
+    def _dtype(self, key: Key, dtype: str) -> str:
+        if key.name.endswith(".router.bias") and ITEMSIZE[self.dtype] < ITEMSIZE[dtype]:
+            return dtype  # Megatron and transformers keep it in float32 whatever the model has
         return self.dtype if dtype in _FLOATS else dtype
 
 

@@ -79,6 +79,7 @@ def convert(
     checkpoint_type: opt.CheckpointType = None,
     max_shard_size: opt.MaxShardSize = "5GB",
     dist_files: opt.DistFiles = None,
+    base: opt.Base = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
     max_memory: opt.MaxMemory = "256MiB",
@@ -111,7 +112,7 @@ def convert(
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
         vocab_padding=vocab_padding, distributed_optimizer=distributed_optimizer, release=release,
         max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
-        allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type,
+        allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base,
     )  # fmt: skip
     options = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
@@ -147,12 +148,18 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
     print(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
+    _print_from_base(report)
     for notice in report.notices:
         print(notice, file=sys.stderr)
     verified = " (verified)" if report.verified else ""
     print(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
         print(f"optimizer   {report.fingerprint.optimizer}{verified}")
+
+
+def _print_from_base(report: Any) -> None:
+    for name in report.plan.from_base:
+        print(f"from the original: {name}")
 
 
 def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
@@ -163,6 +170,7 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
     if as_json:
         _print_json(report.to_json())
         return
+    _print_from_base(report)
     for name, size in report.files.items():
         print(f"{size:>18,}  {save_dir / name}")
     for notice in report.notices:

@@ -143,6 +143,13 @@ DistFiles = Annotated[
         help="Files to share a torch_dist or dcp output out over; as many as --workers unless said.",
     ),
 ]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--base",
+        help="The original's Hugging Face directory: an hf output gets from it the tensors and files that the source doesn't hold.",
+    ),
+]
 Release = Annotated[
     bool,
     typer.Option("--release", help="Write a `release` checkpoint instead of an iteration."),

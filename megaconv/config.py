@@ -59,6 +59,20 @@ class ModelConfig:
     relative_distance: int = 0
     scaled_attention: bool = True
     """Whether attention scores are divided by the square root of head_dim."""
+    zero_centered_norm: bool = False
+    """Whether a norm multiplies with its weight + 1."""
+    embedding_scale: float | None = None
+    """A factor on what the embedding gives."""
+    kv_rank: int = 0
+    """Width of the latent vector that keys and values are made of; 0 without latent attention."""
+    q_rank: int = 0
+    """Width of the one that queries are made of; 0 where they are made directly."""
+    rope_dim: int = 0
+    """With latent attention, the part of head_dim that rotates: its last elements, in pairs, one for all heads of keys."""
+    v_dim: int = 0
+    """Elements of a head's values, where they are not head_dim."""
+    mtp_layers: int = 0
+    """Layers after the last that predict further tokens."""
     sliding_window: int | None = None
     """Number of positions that a token attends to, itself included; None for all."""
     windowed_layers: tuple[int, ...] | None = None
@@ -111,6 +125,7 @@ class ModelConfig:
         """Whether a layer has all of these features (`moe shared_ffn`): fields, or those derived below."""
         is_moe = self.experts > 0 and (self.moe_layers is None or layer in self.moe_layers)
         derived = {"moe": is_moe, "dense": not is_moe, "untied": not self.tie_embeddings}
+        derived |= {"mla": self.kv_rank > 0, "q_latent": self.q_rank > 0, "q_direct": not self.q_rank}
         derived |= {"norm_bias": self.normalization == "LayerNorm", "learned": self.positions == "learned"}
         derived |= {"relative": self.positions == "relative", "plain": not self.gated, "pre_norm": not self.post_norm}
         derived |= {"first_layer": layer == 0, "later_layer": layer > 0}
@@ -118,14 +133,18 @@ class ModelConfig:
 
     def sizes(self) -> dict[str, int]:
         """The sizes that shapes are written in."""
-        return {name: getattr(self, name) for name in SIZES}
+        derived = {"nope_dim": self.head_dim - self.rope_dim, "kv_and_rope": self.kv_rank + self.rope_dim}
+        return {name: getattr(self, name) for name in SIZES} | derived
 
 
 SIZES = (
     *("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions", "experts", "moe_ffn", "shared_ffn"),
-    *("encoder_layers", "token_types", "relative_buckets"),
+    *("encoder_layers", "token_types", "relative_buckets", "kv_rank", "q_rank", "rope_dim", "v_dim"),
 )
-MAY_BE_ZERO = ("experts", "moe_ffn", "shared_ffn", "encoder_layers", "token_types", "relative_buckets")
+MAY_BE_ZERO = (
+    *("experts", "moe_ffn", "shared_ffn", "encoder_layers", "token_types", "relative_buckets"),
+    *("kv_rank", "q_rank", "rope_dim", "v_dim"),
+)
 STRUCTURE = (
     "layers",
     "hidden",
@@ -147,6 +166,10 @@ STRUCTURE = (
     "token_types",
     "binary_head",
     "relative_buckets",
+    "kv_rank",
+    "q_rank",
+    "rope_dim",
+    "v_dim",
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
 

@@ -90,6 +90,7 @@ class Report:
             "parameters": self.header.parameters,
             "tensors": len(self.header.manifest),
             "files": self.files,
+            "from_base": list(self.plan.from_base),
             "bytes": self.nbytes,
             "memory_bytes": self.memory,
             "seconds": round(self.seconds, 3),
@@ -134,12 +135,14 @@ def prepare(
 
     processes: that will write it together, each with files of its own.
     """
+    if options.save.base is not None and saver != "hf":
+        raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
     load = load_options(saver, options)
     _, source = open_source(load_dir, options.loader, load)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
-    if options.dtype is not None:
-        source = CastSource(source, dtype_name(options.dtype))
+    if load.dtype is not None:
+        source = CastSource(source, load.dtype)
     files = options.save.files or _workers(options) * processes
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
     memory = memory_needed(options.max_memory, _workers(options))
@@ -155,7 +158,8 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
         what = "a release checkpoint" if can_hold else f"--saver {saver}"
         raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
     wanted = can_hold and options.optimizer is not False and not options.save.release
-    return replace(options.load, optimizer=wanted)
+    dtype = None if options.dtype is None else dtype_name(options.dtype)
+    return replace(options.load, optimizer=wanted, dtype=dtype)
 
 
 def convert(
@@ -189,7 +193,8 @@ def convert(
                 staging.sync()  # rank 0 does when it commits
             fingerprint = combine(_gather(ranks, shares, digests))
             if options.verify:
-                verify_fingerprint(staging.data, fingerprint, frozenset(shares[ranks.rank].hashed), _workers(options))
+                hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
+                verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
                 ranks.gather("")
             if ranks.rank:
                 staging.keep()
@@ -257,10 +262,16 @@ def _send(source: Source, stream: Stream) -> None:
         stream.fail(error)
 
 
-def verify_fingerprint(path: Path, expected: Fingerprint, keys: Collection[Key], workers: int) -> None:
-    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed."""
+def verify_fingerprint(
+    path: Path, expected: Fingerprint, keys: Collection[Key], workers: int, *, completed: bool = False
+) -> None:
+    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed.
+
+    completed: the original may have added more tensors.
+    """
     _, source = open_source(path)
-    if source.header.manifest.keys() != expected.tensors.keys():
+    held = source.header.manifest.keys()
+    if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megaconv.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.quantized import quant_method
 
 CONFIG_NAME = "config.json"
 
@@ -35,10 +36,11 @@ def load_config(path: Path) -> dict[str, Any]:
 def read_decoder(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any], **features: Any) -> ModelConfig:
     """What the Llama-like architectures say in the same words.
 
-    defaults: transformers' own defaults of this architecture for keys that may be left out.
-    features: fields of ModelConfig that the family decides itself.
+    defaults: transformers' own defaults of this architecture for keys that may be left out; as `activations` the words for
+    the one activation that it has. features: fields of ModelConfig that the family decides itself; they win over those
+    read here.
     """
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, defaults.get("activations", ("silu", "swish")))
     if "rotary_percent" not in features and rotary_percent(raw, 1.0) != 1.0:
         raise NotExpressible(
             f"{CONFIG_NAME}: partial_rotary_factor {rotary_percent(raw, 1.0)} is not known in this architecture"
@@ -52,21 +54,21 @@ def read_decoder(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any
         )
     head_dim = raw.get("head_dim") or defaults.get("head_dim") or hidden // heads
     theta, scaling = _rope(raw, defaults.get("rope_theta", 10000.0))
-    return ModelConfig(
-        family=family,
-        layers=_size(raw, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=_size(raw, "intermediate_size"),
-        max_positions=raw.get("max_position_embeddings") or defaults["max_position_embeddings"],
-        norm_epsilon=_number(raw, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        **read_hf_common({name: defaults.get(name) for name in _TOKENS} | dict(raw), tied=False) | {"hf": dict(raw)},
-        **features,
-    )
+    tokens, tied = {name: defaults.get(name) for name in _TOKENS}, bool(defaults.get("tie_word_embeddings"))
+    read = {
+        "layers": _size(raw, "num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn": _size(raw, "intermediate_size"),
+        "max_positions": raw.get("max_position_embeddings") or defaults["max_position_embeddings"],
+        "norm_epsilon": _number(raw, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+    common = read_hf_common(tokens | dict(raw), tied=tied) | {"hf": dict(raw)}
+    return ModelConfig(family=family, **read | common | features)
 
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -106,16 +108,12 @@ def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+def _refuse_unsupported(raw: Mapping[str, Any], activations: tuple[str, ...]) -> None:
+    if raw.get("hidden_act", activations[0]) not in activations:
         raise UnknownFamily(
-            f"{CONFIG_NAME}: hidden_act {raw['hidden_act']!r} is not known in this architecture; expected silu"
+            f"{CONFIG_NAME}: hidden_act {raw['hidden_act']!r} is not known in this architecture; expected {activations[0]}"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise NotExpressible(
-            f"{CONFIG_NAME}: the weights are quantized ({method}); convert an unquantized copy of the model"
-        )
+    quant_method(raw, CONFIG_NAME)
 
 
 def _rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
@@ -204,4 +202,5 @@ def config_json(config: ModelConfig, written: Mapping[str, Any]) -> bytes:
         key = "dtype" if "dtype" in merged else "torch_dtype"
         merged |= {key: config.dtype, "vocab_size": config.vocab}
         merged.setdefault("architectures", written["architectures"])
+        merged.pop("quantization_config", None)  # what was quantized no longer is
     return (json.dumps(merged, indent=2, ensure_ascii=False) + "\n").encode()

@@ -150,14 +150,15 @@ def _first_last(layers: int, pp: int, vpp: int, first: int | None, last: int | N
 def parse_pattern(pattern: str) -> tuple[int, ...]:
     """Layers per stage of a pipeline_model_parallel_layout string (megatron-core 0.13 and newer).
 
-    `|` parts stages, `E` is the embedding, `t` a decoder layer, `L` the head; `x*3` and `(xy)*3` repeat; commas are
-    for the eye. Raises LayoutError.
+    `|` parts stages, `E` is the embedding, `t` a decoder layer, `m` one that predicts further tokens, `L` the head; `x*3`
+    and `(xy)*3` repeat; commas are for the eye. Raises LayoutError.
     """
     text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), pattern.replace(",", ""))
     text = re.sub(r"([^*()\d])\*(\d+)", lambda match: match[1] * int(match[2]), text)
-    if not re.fullmatch(r"E[t|]*L", text):
+    if not re.fullmatch(r"E[t|]*m*L", text):
         raise LayoutError(
-            f"layout string {pattern!r}: expected E, then decoder layers t in stages parted by |, then L; got {text!r}"
+            f"layout string {pattern!r}: expected E, then decoder layers t in stages parted by |, then m for each layer that "
+            f"predicts further tokens, then L; got {text!r}"
         )
     return tuple(stage.count("t") for stage in text.split("|"))
 

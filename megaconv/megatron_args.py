@@ -12,6 +12,7 @@ from typing import Any
 from megaconv.config import ModelConfig
 from megaconv.encoder_args import POST_NORM, encoder_arguments, read_encoder
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, UnknownFamily
+from megaconv.latent_args import latent_arguments, read_latent
 from megaconv.layout import LayerSplit, Layout, split_arguments, split_layers
 from megaconv.training import TrainingState
 
@@ -51,6 +52,7 @@ def to_arguments(
     return (
         _architecture(config)
         | encoder_arguments(config, transformer_impl, legacy=legacy)
+        | latent_arguments(config)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
@@ -74,12 +76,13 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "normalization": config.normalization,
         "norm_epsilon": config.norm_epsilon,
         "layernorm_epsilon": config.norm_epsilon,
-        "apply_layernorm_1p": False,
-        "layernorm_zero_centered_gamma": False,
+        "apply_layernorm_1p": config.zero_centered_norm,
+        "layernorm_zero_centered_gamma": config.zero_centered_norm,
         "add_bias_linear": config.mlp_bias,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
         "swiglu": config.gated and config.activation == "silu",
+        "gated_linear_unit": config.gated,
         "squared_relu": False,
         "openai_gelu": False,
         # The fused kernel computes the approximation: in Megatron this flag is part of what the model is.
@@ -87,7 +90,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "multi_latent_attention": False,
+        "mtp_num_layers": config.mtp_layers or None,
         "bert_binary_head": False,
         "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
         "window_attn_skip_freq": _window_pattern(config),
@@ -97,6 +100,11 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
     if config.router_score == "sigmoid" and not config.renormalize:
         raise NotExpressible("Megatron's sigmoid router makes the experts' weights sum up to 1, this model's doesn't")
+    if (config.router_groups or 1) > 1 and config.experts_per_token // (config.router_group_topk or 1) != 2:
+        raise NotExpressible(
+            "Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best 2: "
+            f"{config.experts_per_token} experts of {config.router_group_topk} groups aren't 2 of each"
+        )
     if not config.experts:
         return {"num_experts": None, "moe_grouped_gemm": False, "moe_use_legacy_grouped_gemm": False}
     with_experts = [int(config.has("moe", layer)) for layer in range(config.layers)]
@@ -141,7 +149,7 @@ def _positions(config: ModelConfig, allow_lossy: bool) -> dict[str, Any]:
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
-    } | _scaling(config.rope_scaling, allow_lossy)
+    } | ({} if config.kv_rank else _scaling(config.rope_scaling, allow_lossy))
 
 
 def _scaling(scaling: Mapping[str, Any] | None, allow_lossy: bool) -> dict[str, Any]:
@@ -174,6 +182,10 @@ def _vocabulary(config: ModelConfig, divisor: int, padded: int) -> dict[str, Any
 
 def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     split = split_arguments(layout)
+    if split["pipeline_model_parallel_layout"] is not None:
+        split["pipeline_model_parallel_layout"] = (
+            split["pipeline_model_parallel_layout"][:-1] + "m" * config.mtp_layers + "L"
+        )
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -243,7 +255,12 @@ def from_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = 
     fields |= found
     if fields.get("encoder_layers") or fields.get("head_activation"):
         return ModelConfig(**fields | read_encoder(args, fields, legacy=legacy))
+    fields |= read_latent(args)
+    spellings = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
+    fields["zero_centered_norm"] = any(getattr(args, name, False) for name in spellings)
     family = _family(fields)
+    if family == "gemma":
+        fields["embedding_scale"] = fields["hidden"] ** 0.5
     if family != "glm4_moe" and fields["rotary_percent"] != 1.0:
         raise UnknownFamily(
             f"the checkpoint's rotary_percent is {fields['rotary_percent']}, which no family has that it could be of"
@@ -269,6 +286,10 @@ def _family(fields: Mapping[str, Any]) -> str:
     llama_like = (
         fields["positions"] == "rope" and fields["normalization"] == "RMSNorm" and fields["activation"] == "silu"
     )
+    if fields["zero_centered_norm"]:
+        return _family_of_zero_centered(fields)
+    if fields.get("kv_rank"):
+        return _family_of_latent(fields)
     if fields.get("experts") and llama_like:
         return _family_of_experts(fields)
     if fields["positions"] == "learned" and fields["normalization"] == "LayerNorm" and not fields["gated"]:
@@ -281,6 +302,29 @@ def _family(fields: Mapping[str, Any]) -> str:
     if fields.get("qkv_bias") and not fields.get("o_bias"):
         return "qwen2"
     return "mistral" if fields.get("sliding_window") and not fields.get("windowed_layers") else "llama"
+
+
+_GEMMA = {"positions": "rope", "normalization": "RMSNorm", "activation": "gelu_tanh", "gated": True}
+
+
+def _family_of_zero_centered(fields: Mapping[str, Any]) -> str:
+    differs = [name for name, value in _GEMMA.items() if fields.get(name) != value]
+    differs += [name for name in ("experts", "qk_norm", "sliding_window", "kv_rank") if fields.get(name)]
+    if differs:
+        raise UnknownFamily(
+            f"the checkpoint's norms are zero-centered, as only Gemma's are, whose {differs[0]} it hasn't; no family that we know fits"
+        )
+    return "gemma"
+
+
+def _family_of_latent(fields: Mapping[str, Any]) -> str:
+    routing = (fields.get("router_score"), bool(fields.get("router_bias")), fields.get("renormalize"))
+    known = {("sigmoid", True, True): "deepseek_v3", ("softmax", False, False): "deepseek_v2"}
+    if routing not in known:
+        raise UnknownFamily(
+            "the checkpoint has latent attention, but not the experts of DeepSeek-V2 (softmax before the choice) or V3 (sigmoid, bias)"
+        )
+    return known[routing]
 
 
 def _family_of_experts(fields: Mapping[str, Any]) -> str:
@@ -311,10 +355,6 @@ def _require_known(args: Namespace, *, post_norm: bool) -> None:
             raise UnknownFamily(
                 f"the checkpoint's {name} is {actual!r}; the model families that we know have {' or '.join(map(repr, values))}"
             )
-    if getattr(args, "layernorm_zero_centered_gamma", False) or getattr(args, "apply_layernorm_1p", False):
-        raise UnknownFamily(
-            "the checkpoint's norms are zero-centered, which none of the model families that we know has"
-        )
 
 
 def _read_scaling(args: Namespace) -> dict[str, Any] | None:

@@ -12,9 +12,11 @@ BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
 _ORDER = (
     "embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings",
     "encoder_relative_pos_emb", "decoder_relative_pos_emb", "relative_attention_bias",
-    "encoder", "decoder", "lm_head", "output_layer", "binary_head", "pooler", "dense", "layer_norm", "layers", "final_layernorm",
+    "encoder", "decoder", "mtp", "lm_head", "output_layer", "binary_head", "pooler", "dense", "layer_norm", "layers",
+    "enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm",
     "input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm", "mlp",
-    "core_attention", "linear_proj", "linear_q", "linear_kv", "linear_qkv", "q_layernorm", "k_layernorm",
+    "core_attention", "linear_proj", "linear_q", "linear_kv", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+    "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",
     "router", "gate_weight", "linear_fc1", "linear_fc2", "experts", "local_experts", "shared_experts",
     "layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "_extra_state",
 )  # fmt: skip
@@ -23,7 +25,8 @@ _ORDER = (
 
 def naming_of(names: Collection[str]) -> str:
     """`core` for Transformer Engine's names, `core_local` for those of Megatron's own layers; and how experts are stored."""
-    base = "core" if any(name.endswith("linear_qkv.layer_norm_weight") for name in names) else "core_local"
+    fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")
+    base = "core" if any(name.endswith(fused) for name in names) else "core_local"
     if any(name.endswith(".experts.weight1") for name in names):
         return base + "+legacy_grouped"
     return base + ("+grouped" if any(name.endswith(".experts.linear_fc1.weight0") for name in names) else "")
@@ -48,14 +51,20 @@ def _word_order(word: str, words: Sequence[str]) -> tuple[int, int]:
     return (words.index(word), 0) if word in words else (words.index(bare), int(word[len(bare) :]))
 
 
-_NORMS = tuple(f"{name}.weight" for name in ("pre_cross_attn_layernorm", "pre_mlp_layernorm", "final_layernorm"))
+_NORMS = tuple(
+    f"{name}.weight"
+    for name in (
+        *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "final_layernorm"),
+        *("enorm", "hnorm"),
+    )
+)
 """Norms that are modules of their own among Transformer Engine's too."""
 
 
 def extra_states(names: Collection[str]) -> dict[str, bool]:
     """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None)."""
     engine = naming_of(names).startswith("core+") or naming_of(names) == "core"
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".linear_" in name)
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".linear_" in name or ".eh_proj." in name)
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:
         attention = [module for module in modules if module.endswith("linear_proj")]

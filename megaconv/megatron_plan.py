@@ -109,6 +109,9 @@ def megatron_args(
     header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
 ) -> Namespace:
     """The args to write. Raises NotExpressible for what Megatron has no words for."""
+    reason = family(header.config.family).hf_only
+    if reason:
+        raise NotExpressible(f"a {header.config.family} can't be written for Megatron: {reason}; choose --saver hf")
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
     arguments = to_arguments(
         header.config,
@@ -232,7 +235,7 @@ class _Planner:
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
         # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [native for native in natives if native.alias or not (native.tied_copy and chunk.is_first)]
+        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.is_first)]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
         "qkv_bias": names.qkv + ".bias" in attention,
         "o_bias": names.o + ".bias" in attention,
         "mlp_bias": any(names.fc2 + ".bias" in layer for layer in layers.values()),
-        "qk_norm": "self_attention.q_layernorm.weight" in attention,
+        "qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
+        "mtp_layers": _layer_count(last, "mtp.layers."),
         "ffn": getattr(args, "ffn_hidden_size", None) or 0,
     }
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"

@@ -156,7 +156,7 @@ def _configure(
                 f"{directory / CONFIG_NAME}: says {name} = {getattr(config, name)}, the checkpoint has {described[name]}; "
                 "it describes another model"
             )
-    return config
+    return replace(config, mtp_layers=found["mtp_layers"])  # config.json may speak of layers that nobody saved
 
 
 def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:

@@ -18,6 +18,8 @@ class LoadOptions:
     """What the `llama_mistral` loader reads: `hf`, `meta` or `mistral`; None: found out from the files."""
     optimizer: bool = True
     """Whether the optimizer's tensors are wanted, where the checkpoint has any."""
+    dtype: str | None = None
+    """What quantized weights become (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
 
@@ -51,6 +53,8 @@ class SaveOptions:
     """Files that the tensors of a distributed checkpoint are shared out over; None: as many as threads move them."""
     allow_lossy: tuple[str, ...] = ()
     """Features that may be left out, or made like others, where the target has no words for them: any of LOSSES."""
+    base: Path | None = None
+    """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
 

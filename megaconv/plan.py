@@ -57,6 +57,8 @@ class OutputPlan:
     """(file, record, offset in the record, bytes) that stay zero."""
     notices: Sequence[str] = ()
     """What a user should know about the output: what was left out, and what to do about it."""
+    from_base: Sequence[str] = ()
+    """Tensors and files that are copied from the original (`--base`)."""
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ _PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json",
     "generation_config.json", "chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-_MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 
 
 def find_sidecars(directory: Path) -> dict[str, Path]:
@@ -21,5 +21,5 @@ def find_sidecars(directory: Path) -> dict[str, Path]:
     return {
         path.name: path
         for path in found
-        if path.is_file() and path.suffix != ".py" and path.stat().st_size <= _MAX_BYTES
+        if path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_BYTES
     }

@@ -24,12 +24,15 @@ NAMINGS = ("hf", "core", "core_local", "legacy", "meta")
 before core; Meta's own files and Mistral's. Meta's Llama 1 and 2 cut the embedding along another axis than the head;
 `meta+rows` is Llama 3, where both are cut by rows.
 
+Hugging Face's experts are modules of their own in files; `hf+stacked` has all of a layer's in one tensor, as transformers 5
+holds them in memory, and writes them when it is told not to keep the older form.
+
 Megatron's namings may carry how experts are stored: `core+grouped` has one tensor per expert in a grouped layer of
 Transformer Engine, `core+legacy_grouped` all of a rank's experts in one; without it each expert is a module of its own.
 """
 
 
-STAGES = ("first", "encoder", "between", "layer", "last")
+STAGES = ("first", "encoder", "between", "layer", "last", "mtp")
 """Where a row's tensors lie, in the order of the model."""
 
 
@@ -43,6 +46,13 @@ class Fused:
     name: str
     groups: str = "1"
     """A size (`kv_heads`, a rank's own share under tensor parallelism) or a number."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """All experts in one native tensor [experts, out, in], the pieces of each joined along the rows."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class OtherAxis:
     tp: int
 
 
-Spelling = str | Fused | StackedTransposed | Transposed | RotaryPairs | OtherAxis
+Spelling = str | Fused | Stacked | StackedTransposed | Transposed | RotaryPairs | OtherAxis
 
 
 @dataclass(frozen=True)
@@ -91,12 +101,14 @@ class Row:
     shapes: one per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
     tp: the axis that tensor parallelism cuts, None where every rank holds a copy.
     stage: where it lies, in the order of the model: `first` (with the embedding), `encoder` (in each layer of an encoder), `between`
-    (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head).
+    (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in each
+    layer after it that predicts further tokens).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
-    core_local, grouped, legacy_grouped: where they differ from core. legacy: Megatron's models before core, flattened to
-    names with dots. meta: Meta's own files, and Mistral's.
+    core_local, grouped, legacy_grouped: where they differ from core; stacked: where it differs from hf. legacy: Megatron's
+    models before core, flattened to names with dots. meta: Meta's own files, and Mistral's.
     tied_copy: names under which a tied model's tensor may be stored a second time, where stages are apart.
     aliases: names, by naming, under which it is stored again: always by Megatron, now and then by Hugging Face.
+    mtp_copy: names under which it is stored again beside the layers that predict further tokens.
     """
 
     canonical: str
@@ -108,16 +120,20 @@ class Row:
     legacy_grouped: Spelling | None = None
     legacy: Spelling | None = None
     meta: Spelling | None = None
+    stacked: Spelling | None = None
     tp: int | None = None
     stage: str = "layer"
     when: str | None = None
     padded_vocab: bool = False
     tied_copy: Mapping[str, str] | None = None
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mtp_copy: Mapping[str, str] | None = None
 
     def spelling(self, naming: str) -> Spelling | None:
         base, _, experts = naming.partition("+")
         choices = {"grouped": self.grouped, "legacy_grouped": self.legacy_grouped, "core_local": self.core_local}
+        if experts == "stacked":
+            return self.stacked or self.hf
         if base in ("hf", "legacy", "meta"):
             spelling = {"hf": self.hf, "legacy": self.legacy, "meta": self.meta}[base]
             return spelling.name if isinstance(spelling, OtherAxis) and experts == "rows" else spelling
@@ -167,6 +183,8 @@ class NativeTensor:
     """A second copy of a tensor, which a file may hold or not."""
     alias: bool = False
     """Such a copy that Megatron always writes."""
+    mtp_copy: bool = False
+    """Such a copy that belongs to the layers that predict further tokens: savers write it all the same."""
     of_experts: bool = False
     """Held by one expert-parallel rank, where others hold other experts."""
     padding_rows: int = 0
@@ -178,7 +196,7 @@ class NativeTensor:
 def expressible(rows: tuple[Row, ...], naming: str, features: tuple[str, ...] = ()) -> bool:
     """Whether a naming has words for a family's tensors: for those of every model, and of these features."""
     always = (None, "dense", "moe", "untied", *features)
-    return all(row.spelling(naming) is not None for row in rows if row.when in always)
+    return all(row.spelling(naming) is not None for row in rows if row.when in always and row.stage != "mtp")
 
 
 def expand(pattern: str) -> tuple[str, ...]:
@@ -226,7 +244,7 @@ def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[R
     for stage in STAGES:
         for _, layer in _layers(stage, config, whole):
             for row in rows:
-                if row.stage == stage and row.exists(config, layer):
+                if row.stage == stage and row.exists(config, config.layers - 1 if stage == "mtp" else layer):
                     yield row, layer
 
 
@@ -240,6 +258,8 @@ def _layers(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int
         yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
     elif stage == "encoder":
         yield from ((layer, layer) for layer in range(config.encoder_layers) if chunk.is_first)
+    elif stage == "mtp":
+        yield from ((layer, layer) for layer in range(config.mtp_layers) if chunk.is_last)
     elif stage == "last":
         yield from [(config.layers, config.layers)] if chunk.is_last else []
     else:
@@ -305,6 +325,8 @@ def native_tensors(
     rank = _Rank(config, naming, layout, whole, sizes, tp_rank, tp_rank % layout.etp, ep_rank)
     base = naming.partition("+")[0]
     for row in rows:
+        if row.stage == "mtp":
+            continue
         for local, layer in _layers(row.stage, config, chunk):
             if row.exists(config, layer):
                 yield from _natives(row, rank, local, layer)
@@ -312,9 +334,25 @@ def native_tensors(
                     yield replace(_copy(row, rank, name), alias=True)
         if row.tied_copy and config.tie_embeddings and chunk.is_last:
             yield _copy(row, rank, row.tied_copy[base])
+    if chunk.is_last:
+        yield from _mtp(rows, rank, chunk)
+
+
+def _mtp(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTensor]:
+    """Layers that predict further tokens: Megatron counts them for themselves, Hugging Face after all others."""
+    config, base = rank.config, rank.naming.partition("+")[0]
+    for layer in range(config.mtp_layers):
+        local = config.layers + layer if base == "hf" else layer
+        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layers - 1)):
+            yield from _natives(row, rank, local, layer)
+        for row in rows:
+            name = (row.mtp_copy or {}).get(base)
+            if name is not None and row.exists(config, 0) and ("{l}" in name or (layer == 0 and not chunk.is_first)):
+                yield replace(_copy(row, rank, _name(name, local, None)), mtp_copy=True)
 
 
 def _copy(row: Row, rank: _Rank, name: str) -> NativeTensor:
+    """The same tensor under another name."""
     as_head = replace(row, meta=name) if isinstance(row.meta, OtherAxis) else row
     (native,) = _natives(as_head, rank, 0, 0)
     return NativeTensor(name, native.shape, native.parts, tied_copy=True, padding_rows=native.padding_rows)
@@ -331,6 +369,9 @@ def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[Na
         said = evaluate(spelling.shape, rank.sizes) if isinstance(spelling, StackedTransposed) else None
         yield _stack(_name(spelling.name, local_layer, None), said, pieces, boxes, row)
         return
+    if isinstance(spelling, Stacked):
+        yield _stack_rows(_name(spelling.name, local_layer, None), pieces, boxes)
+        return
     for local_expert, names in enumerate(pieces):
         if isinstance(spelling, Fused):
             groups = evaluate(spelling.groups, rank.sizes)[0]
@@ -341,13 +382,15 @@ def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[Na
         paired = spelling.members if isinstance(spelling, RotaryPairs) else ()
         for index, (native, joined, their_boxes, groups) in enumerate(members):
             made = _join(_name(native, local_layer, local_expert), joined, their_boxes, groups, row, rank)
+            axis = _axis(row, spelling)
+            made = replace(made, replicated=axis is None, tp=axis)
             yield _pair_rows(made, rank.config.head_dim) if index in paired else made
 
 
 def _cut(row: Row, spelling: Spelling, shape: Shape, rank: _Rank) -> Box:
     """The part of a canonical tensor that a rank holds."""
     rows, cols = matrix_shape(shape)
-    axis = spelling.tp if isinstance(spelling, OtherAxis) else row.tp
+    axis = _axis(row, spelling)
     index, count = (rank.etp_rank, rank.layout.etp) if row.of_experts else (rank.tp_rank, rank.layout.tp)
     over = "expert tensor parallel size (etp)" if row.of_experts else "tensor parallel size (tp)"
     if axis == 0:
@@ -356,6 +399,11 @@ def _cut(row: Row, spelling: Spelling, shape: Shape, rank: _Rank) -> Box:
         cols = divide(cols, count, f"columns of {row.canonical}", over)
     row0, col0 = index * rows if axis == 0 else 0, index * cols if axis == 1 else 0
     return Box(row0, row0 + rows, col0, col0 + cols)
+
+
+def _axis(row: Row, spelling: Spelling) -> int | None:
+    """What tensor parallelism cuts in this naming."""
+    return spelling.tp if isinstance(spelling, OtherAxis) else row.tp
 
 
 def _pair_rows(native: NativeTensor, head_dim: int) -> NativeTensor:
@@ -381,10 +429,7 @@ def _join(name: str, pieces: list[str], boxes: list[Box], groups: int, row: Row,
         before += step
     is_vector = " " not in row.shapes[0]
     shape = (sum(box.rows for box in boxes), *(() if is_vector else (boxes[0].cols,)))
-    replicated = row.tp is None
-    return NativeTensor(
-        name, shape, parts, replicated=replicated, tp=row.tp, of_experts=row.of_experts, padding_rows=padding
-    )
+    return NativeTensor(name, shape, parts, of_experts=row.of_experts, padding_rows=padding)
 
 
 def _stack(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[Box], row: Row) -> NativeTensor:
@@ -397,3 +442,14 @@ def _stack(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[
             col += box.rows
     view = (len(pieces) * boxes[0].cols, sum(box.rows for box in boxes))
     return NativeTensor(name, shape or view, parts, of_experts=row.of_experts, view=view)
+
+
+def _stack_rows(name: str, pieces: list[list[str]], boxes: list[Box]) -> NativeTensor:
+    """[experts, out, in]: one expert under the other, the pieces of each one under the other."""
+    parts: dict[str, tuple[Region, ...]] = {}
+    row = 0
+    for names in pieces:
+        for piece, box in zip(names, boxes, strict=True):
+            parts[piece] = (Region(box, row),)
+            row += box.rows
+    return NativeTensor(name, (len(pieces), row // len(pieces), boxes[0].cols), parts, of_experts=True)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from formats import safetensors, torch_zip
@@ -15,7 +16,30 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.ir import Key
 from megaconv.layout import Chunk, Layout
-from megaconv.table import canonical_shapes, native_tensors
+from megaconv.table import NativeTensor, canonical_shapes, native_tensors
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""In the order in which transformers looks for them."""
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+"""All experts of a layer in one tensor, as transformers 5 holds them."""
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a file of a Hugging Face directory holds weights, or says where they are."""
+    return path.name.endswith(_SUFFIXES)
+
+
+def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
+    """The file of a Hugging Face directory that was decisive, and every tensor by its name."""
+    for name in _WEIGHTS:
+        weights = path / name
+        if not weights.is_file():
+            continue
+        if name.endswith(".index.json"):
+            return weights, read_sharded(weights)
+        return weights, read_file(weights)
+    raise CorruptCheckpoint(f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}")
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
@@ -61,11 +85,20 @@ def whole_model(
     most = len(kept) + 1  # of more layers some have to be missing
     bounded = replace(config, encoder_layers=min(config.encoder_layers, most))
     whole = Chunk(0, 0, 0, min(config.layers, most), is_first=True, is_last=True)
-    natives = [
-        native
-        for native in native_tensors(family.rows, bounded, naming, Layout(), 0, whole, config.vocab)
-        if not native.tied_copy or native.name in kept
-    ]
+    spellings = [naming, "hf+stacked"] if naming == "hf" and any(name.endswith(_STACKED) for name in kept) else [naming]
+    natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
     return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)
+
+
+def _expected(
+    family: Family, config: ModelConfig, naming: str, whole: Chunk, found: Mapping[str, LazyTensor]
+) -> list[NativeTensor]:
+    natives = native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+    return [native for native in natives if not native.tied_copy or native.name in found]
+
+
+def _fitting(found: Mapping[str, LazyTensor], natives: list[NativeTensor]) -> int:
+    """How many are there, in their shape."""
+    return sum(native.name in found and tuple(found[native.name].shape) == native.shape for native in natives)

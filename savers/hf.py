@@ -1,10 +1,14 @@
 """Hugging Face directories: config.json, tokenizer files and safetensors in shards, ready for from_pretrained."""
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
-from formats.tensor import ITEMSIZE, matrix_shape
+from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
+from megaconv.base_model import CopiedTensors, open_base
+from megaconv.config import ModelConfig
 from megaconv.families import family
 from megaconv.hf_config import CONFIG_NAME, config_json
 from megaconv.ir import Header, Key
@@ -15,42 +19,75 @@ from megaconv.table import NativeTensor, native_tensors
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
 
+_log = logging.getLogger("megaconv")
+
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises NotExpressible when the family has no config.json for this model."""
+    """Raises NotExpressible when the family has no config.json for this model, TensorMismatch for a base of another one."""
     config, table = header.config, family(header.config.family)
     if config.head_activation and "activation" in options.allow_lossy:
         config = replace(config, head_activation=config.activation)
     written = table.write_hf(config)
     whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
-    natives = [
-        native
-        for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab)
-        if not native.tied_copy
-    ]
-    shards = shard([(native.name, native.shape, _dtype(header, native)) for native in natives], options.max_shard_bytes)
-    names = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    )
-    file_of = {tensor: name for name, members in zip(names, shards, strict=True) for tensor, _, _ in members}
+    listed = list(native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab))
+    natives = [native for native in listed if not native.tied_copy or native.mtp_copy]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}
     files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
-    files |= {
-        name: SafetensorsLayout({tensor: (shape, dtype) for tensor, shape, dtype in members})
-        for name, members in zip(names, shards, strict=True)
-    }
-    if len(shards) > 1:
-        files["model.safetensors.index.json"] = PlainFile(index_json(file_of, header.nbytes))
+    names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
+    if options.base is not None:
+        base = open_base(options.base, config.dtype)
+        names = base.names_of({native.name: native.shape for native in natives}, {native.name for native in listed})
+        copied = base.missing(set(names.values()), table.ignored)
+        more = {name: path for name, path in base.files().items() if name not in files}
+        files |= {name: PlainFile(path.read_bytes()) for name, path in more.items()}
+        files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
+        added = [*copied, *more]
+    else:
+        _warn_of_missing_mtp(config)
+    ours = [(names[native.name], native.shape, _dtype(header, native)) for native in natives]
+    file_of = _shards(files, ours, copied, options.max_shard_bytes)
     placements: dict[Key, list[Placement]] = {}
     for native in natives:
-        row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[_dtype(header, native)]
+        row_bytes, record = matrix_shape(native.shape)[1] * ITEMSIZE[_dtype(header, native)], names[native.name]
         for name, regions in native.parts.items():
-            placements.setdefault(Key(name), []).append(
-                Placement(file_of[native.name], native.name, row_bytes, regions)
-            )
-    return OutputPlan(files, placements)
+            placements.setdefault(Key(name), []).append(Placement(file_of[record], record, row_bytes, regions))
+    return OutputPlan(files, placements, from_base=added)
+
+
+def _shards(
+    files: dict[str, FileLayout],
+    ours: Sequence[tuple[str, Shape, str]],
+    copied: Mapping[str, LazyTensor],
+    max_shard_bytes: int,
+) -> dict[str, str]:
+    """Add all weight files, those that are copied last, and their index; returns the file of each tensor."""
+    others = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in copied.items()]
+    written, taken = shard(ours, max_shard_bytes), shard(others, max_shard_bytes) if others else []
+    count = len(written) + len(taken)
+    names = ["model.safetensors"]
+    if count > 1:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    for name, members in zip(names, written, strict=False):
+        files[name] = SafetensorsLayout({tensor: (shape, dtype) for tensor, shape, dtype in members})
+    for name, members in zip(names[len(written) :], taken, strict=True):
+        files[name] = CopiedTensors({tensor: copied[tensor] for tensor, _, _ in members})
+    file_of = {
+        tensor: name for name, members in zip(names, [*written, *taken], strict=True) for tensor, _, _ in members
+    }
+    if count > 1:
+        total = sum(byte_count(shape, dtype) for _, shape, dtype in (*ours, *others))
+        files["model.safetensors.index.json"] = PlainFile(index_json(file_of, total))
+    return file_of
+
+
+def _warn_of_missing_mtp(config: ModelConfig) -> None:
+    said = (config.hf or {}).get("num_nextn_predict_layers") or 0
+    if said and not config.mtp_layers:
+        _log.warning(
+            "%s speaks of %s layers that predict further tokens, which the source doesn't hold; --base ORIGINAL adds them",
+            CONFIG_NAME,
+            said,
+        )
 
 
 def _dtype(header: Header, native: NativeTensor) -> str:

@@ -125,6 +125,8 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
 
     - torch.cuda.current_device() is the device on which layers, collectives and rotary frequencies are allocated.
     - The router asks whether Transformer Engine's matrix product is None, a name that is missing without it.
+    - Latent attention tells its core the widths of keys and values, which Transformer Engine's takes and the local one,
+      whose arithmetic works for any, does not; and it asks whether layers are Transformer Engine's.
     - CudaRNGStatesTracker.fork() keeps dropout's random states, which live on the GPU; dropout is 0 here.
     - Causal and sliding-window masks are made with device="cuda", and tied embeddings are moved there by Tensor.cuda() when
       pipeline ranks agree on them: inside the context returned, torch is asked for the CPU instead, so that all arithmetic
@@ -132,6 +134,8 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
     """
     import torch
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import moe_utils
     from torch.overrides import TorchFunctionMode
 
@@ -144,6 +148,13 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
                 kwargs["device"] = "cpu"
             return function(*args, **kwargs)
 
+    made = DotProductAttention.__init__
+
+    def without_widths(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+
+    DotProductAttention.__init__ = without_widths
+    multi_latent_attention.HAVE_TE = False
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     moe_utils.te_general_gemm = None
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
@@ -187,19 +198,18 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     What follows are the command-line flags that a machine without CUDA needs.
     """
     import torch
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    known: dict[str, Any] = {
-        item.name: getattr(args, item.name) for item in fields(TransformerConfig) if hasattr(args, item.name)
-    }
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    known: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     known |= {
+        "layernorm_zero_centered_gamma": False,  # see as_gemma
         "pipeline_dtype": args.params_dtype,
         "num_moe_experts": args.num_experts,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        "gated_linear_unit": args.swiglu,
         # The fused kernel computes another gelu, so that it is part of the model; for silu it changes nothing.
         "bias_activation_fusion": args.bias_gelu_fusion,
     }
@@ -210,7 +220,7 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "gradient_accumulation_fusion",
     )
     others = {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_token_dispatcher_type": "allgather"}
-    return TransformerConfig(**known | others | dict.fromkeys(without_cuda, False))
+    return kind(**known | others | dict.fromkeys(without_cuda, False))
 
 
 def build(args: Namespace, virtual_stage: int | None) -> Any:
@@ -230,7 +240,11 @@ def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     config = transformer_config(args)
     spec = (
@@ -238,8 +252,12 @@ def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
         if args.num_experts
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
     return GPTModel(
         config=config,
+        mtp_block_spec=mtp,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -316,8 +334,29 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
         found = {value.dtype for name, value in weights.items() if value is not None}
         assert found <= {args.params_dtype}, f"args say {args.params_dtype}, the file has {found}"
         chunk.load_state_dict(weights, strict=True)
+        if args.layernorm_zero_centered_gamma:
+            as_gemma(args, chunk)
+        # Without labels GPTModel doesn't know what to do with what further layers predict: so it gives it back, after the
+        # main logits as if it were more of the sequence.
+        chunk.config.mtp_num_layers = None
         chunks.append(chunk)
     return chunks
+
+
+def as_gemma(args: Namespace, chunk: "GPTModel") -> None:
+    """What Megatron core leaves to others, as they do it.
+
+    - Norms with zero-centered gamma are Apex's or Transformer Engine's: torch's, which run here, get the sum.
+    - The embedding's scale is no part of GPTModel: Megatron-Bridge and NeMo multiply what the embedding gives, as here.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("layernorm.weight"):
+                parameter.add_(1)
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(lambda module, inputs, output: output * args.hidden_size**0.5)
 
 
 def forward(args: Namespace, chunks: list[Any], asked: Any) -> Any:

@@ -11,7 +11,7 @@ from megaconv.table import NAMINGS, expressible
 
 Draw = st.DrawFn
 
-VARIANTS = (*NAMINGS, "core+grouped", "core+legacy_grouped", "core_local+legacy_grouped", "meta+rows")
+VARIANTS = (*NAMINGS, "hf+stacked", "core+grouped", "core+legacy_grouped", "core_local+legacy_grouped", "meta+rows")
 """Every naming that has words of its own."""
 
 
@@ -23,9 +23,17 @@ SPELLED = [
     (family, naming)
     for family, table in sorted(families().items())
     for naming in VARIANTS
-    if expressible(table.rows, naming) and ("grouped" not in naming or has_experts(family))
+    if expressible(table.rows, naming) and (not naming.endswith(("grouped", "stacked")) or has_experts(family))
 ]
 """(family, naming) for all that can be said."""
+
+
+def has_latent_attention(family: str) -> bool:
+    return "mla" in families()[family].features
+
+
+def has_mtp(family: str) -> bool:
+    return any(row.stage == "mtp" for row in families()[family].rows)
 
 
 def speaks_of(family: str, naming: str, feature: str) -> bool:
@@ -80,6 +88,15 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
         return replace(config, positions=draw(st.sampled_from(kinds)), normalization=norm, **flags, **sizes)
     if not has_experts(family):
         return config
+    if has_latent_attention(family):
+        latent = {name: tp * draw(st.integers(1, 2)) for name in ("kv_rank", "rope_dim")}
+        q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
+        head_dim = latent["rope_dim"] + draw(st.integers(1, 3))
+        config = replace(
+            config, heads=kv_heads, head_dim=head_dim, v_dim=draw(st.integers(1, 3)), q_rank=q_rank, **latent
+        )
+    if has_mtp(family):
+        config = replace(config, hidden=tp * config.hidden, mtp_layers=draw(st.integers(0, 2)))
     return replace(
         config,
         experts=ep * draw(st.integers(1, 3)),

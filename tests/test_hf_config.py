@@ -26,13 +26,30 @@ from tests.strategies import Draw
 
 Raw = dict[str, Any]
 
-FAMILIES = sorted(set(families()) - {"bert", "t5"})
-"""Of decoders; those with an encoder are in test_encoder_config.py."""
+FAMILIES = sorted(name for name, table in families().items() if not table.hf_only and name not in ("bert", "t5"))
+"""Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
 SCALED = [name for name in LLAMA_LIKE if name != "phi3"]
 """Phi-3 knows one kind of rope scaling, of its own."""
 """Families whose config.json has Llama's words."""
+LATENT_WORDS: Raw = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+}
 EXPERT_WORDS: dict[str, Raw] = {
+    "deepseek_v2": LATENT_WORDS,
+    "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": {
         "num_experts": 6,
@@ -94,6 +111,7 @@ def raw_config(name: str, **words: Any) -> Raw:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **EXPERT_WORDS.get(name, {}),
+        **({"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}),
         **words,
     }
 
@@ -192,6 +210,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    latent = latent_as_transformers_has_it(config) if raw["model_type"].startswith("deepseek") else {}
     return {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
@@ -213,6 +232,19 @@ def as_transformers_has_it(raw: Raw) -> Any:
         "eos_token_id": tuple(config.eos_token_id) if isinstance(config.eos_token_id, list) else config.eos_token_id,
         "pad_token_id": config.pad_token_id,
         **experts_as_transformers_has_them(config),
+        **latent,
+    }
+
+
+def latent_as_transformers_has_it(config: Any) -> Raw:
+    return {
+        "kv_heads": config.num_attention_heads,
+        "head_dim": config.qk_head_dim,
+        "rope_dim": config.qk_rope_head_dim,
+        "v_dim": config.v_head_dim,
+        "kv_rank": config.kv_lora_rank,
+        "q_rank": config.q_lora_rank or 0,
+        "mtp_layers": getattr(config, "num_nextn_predict_layers", 0),
     }
 
 
@@ -221,17 +253,18 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
     if config.model_type == "mixtral":
         experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size}
         return experts | {"experts_per_token": config.num_experts_per_tok, "moe_layers": None}
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         moe_layers = [layer for layer in layers if layer >= config.first_k_dense_replace]
         more = {
             "experts": config.n_routed_experts,
             "shared_ffn": config.n_shared_experts * config.moe_intermediate_size,
             "router_scale": config.routed_scaling_factor,
-            "router_groups": config.n_group,
-            "router_group_topk": config.topk_group,
-            "qk_norm": config.use_qk_norm,
             "qkv_bias": config.attention_bias,
         }
+        if config.model_type != "deepseek_v2":
+            more |= {"router_groups": config.n_group, "router_group_topk": config.topk_group}
+        if config.model_type == "glm4_moe":
+            more |= {"qk_norm": config.use_qk_norm}
     elif config.model_type in ("qwen2_moe", "qwen3_moe"):
         dense, step = config.mlp_only_layers, config.decoder_sparse_step
         moe_layers = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
@@ -293,7 +326,8 @@ def test_a_complete_config_is_read_as_transformers_reads_it(name: str, words: An
 @pytest.mark.parametrize("name", LLAMA_LIKE)
 def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(name: str) -> None:
     raw = raw_config(name, hidden_size=64, num_attention_heads=32)
-    assert_read_alike({key: raw[key] for key in NEEDED})
+    needed = (*NEEDED, "num_experts_per_tok") if name == "deepseek_v2" else NEEDED
+    assert_read_alike({key: raw[key] for key in needed})
 
 
 TRANSFORMERS_CANNOT = (
@@ -303,6 +337,8 @@ TRANSFORMERS_CANNOT = (
     ("qwen2_moe", "num_key_value_heads"),
     ("qwen3_moe", "num_key_value_heads"),
     ("glm4_moe", "num_key_value_heads"),
+    ("gemma", "num_key_value_heads"),
+    ("gemma", "head_dim"),
 )
 
 
@@ -456,25 +492,51 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     config = replace(config, experts=experts, experts_per_token=draw(st.integers(1, experts)), moe_ffn=moe_ffn)
     if name == "mixtral":
         return replace(config, ffn=moe_ffn)
-    if name == "glm4_moe":
+    if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         first = draw(st.integers(0, config.layers - 1))
-        return replace(
+        config = replace(
             config,
             moe_layers=tuple(range(first, config.layers)) if first else None,
             shared_ffn=moe_ffn * draw(st.integers(0, 3)),
-            router_score="sigmoid",
-            router_bias=True,
             router_scale=draw(st.sampled_from((1.0, 2.5))),
-            router_groups=draw(st.integers(1, 4)),
-            router_group_topk=draw(st.integers(1, 4)),
-            rotary_percent=draw(st.sampled_from((0.25, 0.5, 1.0))),
         )
+        if name == "deepseek_v2":
+            return replace(config, renormalize=False)
+        groups, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        if groups > 1:  # Megatron ranks groups as this class does only then
+            config = replace(config, experts=8 * groups, experts_per_token=2 * topk)
+        config = replace(config, router_score="sigmoid", router_bias=True, router_groups=groups, router_group_topk=topk)
+        return replace(config, rotary_percent=draw(st.sampled_from((0.25, 0.5, 1.0)))) if name == "glm4_moe" else config
     layers = tuple(sorted(draw(st.sets(st.integers(0, config.layers - 1), min_size=1))))
     config = replace(
         config, moe_layers=layers if len(layers) < config.layers else None, renormalize=draw(st.booleans())
     )
     shared = draw(st.integers(1, 99))
     return replace(config, shared_ffn=shared, shared_gate=True) if name == "qwen2_moe" else config
+
+
+@st.composite
+def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
+    rope_dim = 2 * draw(st.integers(1, 9))
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 99,
+    }
+    mscales = draw(st.sampled_from(({}, {"mscale": 0.7, "mscale_all_dim": 0.9})))
+    return replace(
+        config,
+        norm_epsilon=1e-6,
+        kv_heads=config.heads,
+        rope_dim=rope_dim,
+        head_dim=rope_dim + draw(st.integers(1, 9)),
+        v_dim=draw(st.integers(1, 9)),
+        kv_rank=draw(st.integers(1, 9)),
+        q_rank=draw(st.integers(0, 9)),
+        rope_scaling=draw(st.sampled_from((None, yarn | mscales))),
+    )
 
 
 @st.composite
@@ -503,6 +565,11 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "llama":
         bias = draw(st.booleans())
         return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    if name == "gemma":
+        scale = config.hidden**0.5
+        return replace(config, zero_centered_norm=True, activation="gelu_tanh", embedding_scale=scale)
+    if name.startswith("deepseek"):
+        return draw(with_latent_attention(draw(with_experts(config))))
     if name == "mistral":
         return replace(config, sliding_window=draw(st.integers(1, 99)))
     if name == "phi3":
@@ -542,6 +609,8 @@ def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config:
     if config.family != "gpt2":
         heads = config.kv_heads  # transformers wants a hidden size that heads divide
         config = replace(config, heads=heads, hidden=heads * config.hidden)
+    if config.family == "gemma":
+        config = replace(config, embedding_scale=config.hidden**0.5)
     theirs = as_transformers_has_it(family(config.family).write_hf(config))
     ours = as_we_have_it(config)
     if config.family == "qwen2":

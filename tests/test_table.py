@@ -29,7 +29,7 @@ from megaconv.table import (
     expressible,
     native_tensors,
 )
-from tests.strategies import SPELLED, VARIANTS, has_experts, sharded_models, speaks_of
+from tests.strategies import SPELLED, VARIANTS, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
 
 Labels = dict[str, NDArray[np.int64]]
 PADDING = -1
@@ -52,6 +52,9 @@ def everything(family: str, naming: str = "core") -> ModelConfig:
         return replace(config, normalization="LayerNorm", head_bias=True, **sizes)
     if not has_experts(family):
         return config
+    if has_latent_attention(family):
+        config = replace(config, kv_heads=4, head_dim=5, kv_rank=4, q_rank=2, rope_dim=2, v_dim=3)
+    config = replace(config, mtp_layers=int(has_mtp(family)))
     experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "moe_ffn": 2, "shared_ffn": 4, "moe_layers": (1,)}
     return replace(config, **experts, shared_gate=True, router_bias=True)
 
@@ -71,7 +74,7 @@ def every_rank(
 ) -> Iterator[tuple[Chunk, int, int, NativeTensor]]:
     """(chunk, tensor and expert parallel rank, tensor): all but second copies of tied embeddings."""
     rows = families()[config.family].rows
-    if naming == "hf":
+    if naming.startswith("hf"):
         layout, vocab_rows = Layout(stage_layers=(config.layers,)), config.vocab
     else:
         vocab_rows = padded_vocab(config.vocab, divisor, layout.tp)
@@ -154,13 +157,16 @@ def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(families()))
 def test_a_model_with_everything_has_every_row(family: str) -> None:
     configs = every_kind(family)
+    either = [*configs, *(replace(config, q_rank=0) for config in configs)]  # queries made directly, or from a latent vector
     for row in families()[family].rows:
-        assert any(row.exists(config, layer) for config in configs for layer in range(config.layers)), row.canonical
+        assert any(row.exists(config, layer) for config in either for layer in range(config.layers)), row.canonical
 
 
 def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
     namings = ("hf", "core", "core_local")
-    assert {pair for pair in SPELLED if pair[1] in namings} == set(product(families(), namings))
+    in_both = [name for name, table in families().items() if not table.hf_only]
+    hf_only = {(name, "hf") for name in families() if name not in in_both}
+    assert {pair for pair in SPELLED if pair[1] in namings} == set(product(in_both, namings)) | hf_only
     assert ("llama", "meta") in SPELLED
     assert {("llama", "legacy"), ("gpt2", "legacy")} <= set(SPELLED)
 
@@ -205,7 +211,7 @@ def test_every_element_lies_on_exactly_one_rank_or_on_every_tensor_parallel_rank
         filled = len(joined) - native.padding_rows
         assert (joined[:filled] != PADDING).all(), f"{native.name}: an element belongs to nothing"
         assert (joined[filled:] == PADDING).all(), f"{native.name}: a padding row holds something"
-        copies = layout.tp if native.replicated and naming != "hf" else 1
+        copies = layout.tp if native.replicated and not naming.startswith("hf") else 1
         times.update({int(label): 1.0 / copies for label in joined[:filled].reshape(-1)})
     assert set(times) == set(chain.from_iterable(label.reshape(-1).tolist() for label in labels.values()))
     assert set(times.values()) == {1}

@@ -109,10 +109,37 @@ VARIANTS = {
         {"sliding_window": WINDOW, "original_max_position_embeddings": 96},
         {"no window": {"sliding_window": None}},
     ),
+    "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT: dict[str, Any] = {
+    **EXPERTS,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "rms_norm_eps": 1e-6,
+}
 MIXTURES = {
     "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": Variant(
@@ -131,6 +158,11 @@ MIXTURES = {
          "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.5},
         {"no factor on the experts": {"routed_scaling_factor": 1.0}},
     ),
+    "deepseek_v3": Variant(
+        "deepseek_v3", LATENT, {"rotary halves": {"rope_interleave": False}, "one group": {"n_group": 1, "topk_group": 1}}
+    ),
+    "deepseek_v3, yarn": Variant("deepseek_v3", {**LATENT, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}),
+    "deepseek_v2": Variant("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 
@@ -147,6 +179,9 @@ def create(variant: Variant, directory: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(directory)
 
 

@@ -38,6 +38,21 @@ class Family:
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """What a config.json leaves open and only the names of the tensors beside it tell."""
+    hf_only: str = ""
+    """Why the family has no words but Hugging Face's."""
+
+
+REFUSED = {
+    **dict.fromkeys(
+        ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3nForCausalLM"),
+        "Gemma 2 and later have norms after attention and MLP, and Gemma 2 caps its logits, for which Megatron core has no layers",
+    ),
+    **dict.fromkeys(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        "Llama 4 scales queries by their position and scales what goes into an expert, for which Megatron core has no layers",
+    ),
+}
+"""Architectures that we know and have no family for, with the reason."""
 
 
 @cache
@@ -58,6 +73,9 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
             not architectures and config.get("model_type") == family.model_type
         ):
             return family
+    for architecture in map(str, architectures):
+        if architecture in REFUSED:
+            raise UnknownFamily(f"{source}: {architecture} can't be converted: {REFUSED[architecture]}")
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     known = ", ".join(name for family in families().values() for name in family.architectures)
     raise UnknownFamily(

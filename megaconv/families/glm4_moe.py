@@ -10,6 +10,7 @@ from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, shared_expert_rows
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.hf_config import read_decoder, refuse, rotary_percent, write_decoder
+from megaconv.mtp import with_mtp, without_missing
 from megaconv.table import Row
 
 ROUTER_BIAS = Row(
@@ -18,7 +19,7 @@ ROUTER_BIAS = Row(
     core="decoder.layers.{l}.mlp.router.expert_bias",
 )  # fmt: skip
 SHARED = shared_expert_rows("mlp.shared_experts.{gate_proj|up_proj}.weight", "mlp.shared_experts.down_proj.weight")
-ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD)
+ROWS = with_mtp((EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 _EXPERT_DEFAULTS = {
@@ -71,7 +72,9 @@ def deepseek_expert_words(config: ModelConfig, architecture: str) -> dict[str, A
 def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
     bias = bool(raw.get("attention_bias"))
     attention = {"qkv_bias": bias, "qk_norm": bool(raw.get("use_qk_norm")), "rotary_percent": rotary_percent(raw, 0.5)}
-    return read_decoder(raw, "glm4_moe", _DEFAULTS, **attention, **deepseek_experts({**_EXPERT_DEFAULTS, **raw}, 1))
+    experts = deepseek_experts({**_EXPERT_DEFAULTS, **raw}, 1)
+    mtp = raw.get("num_nextn_predict_layers") or 0
+    return read_decoder(raw, "glm4_moe", _DEFAULTS, **attention, **experts, mtp_layers=mtp)
 
 
 def write_hf(config: ModelConfig) -> dict[str, Any]:
@@ -87,9 +90,12 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm,
         "partial_rotary_factor": config.rotary_percent,
+        "num_nextn_predict_layers": config.mtp_layers,
     }
     words = deepseek_expert_words(config, "Glm4MoeForCausalLM") | attention
     return write_decoder(config, "Glm4MoeForCausalLM", "glm4_moe", **words)
 
 
-FAMILY = Family("glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, read_hf, write_hf, IGNORED)
+FAMILY = Family(
+    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, read_hf, write_hf, IGNORED, complete=without_missing
+)

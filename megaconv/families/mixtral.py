@@ -8,7 +8,7 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.hf_config import read_decoder, refuse, write_decoder
-from megaconv.table import Fused, Row, StackedTransposed
+from megaconv.table import Fused, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
 _CORE = "decoder.layers.{l}.mlp."
@@ -26,14 +26,17 @@ def expert_rows(router: str, gate_and_up: str, down: str) -> tuple[Row, ...]:
     return (
         Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
             hf=_HF + router,
-            core=_CORE + "router.weight"),
+            core=_CORE + "router.weight",
+            stacked=_HF + "mlp.gate.weight"),
         Row("layers.{l}.mlp.experts.{e}.{gate|up}.weight", ("moe_ffn hidden", "moe_ffn hidden"), tp=0, when="moe",
             hf=_HF + gate_and_up,
+            stacked=Stacked(_HF + "mlp.experts.gate_up_proj"),
             core=Fused(_LOCAL_EXPERT + "linear_fc1.weight"),
             grouped=Fused(_CORE + "experts.linear_fc1.weight{e}"),
             legacy_grouped=StackedTransposed(_CORE + "experts.weight1", "hidden local_experts*2*moe_ffn")),
         Row("layers.{l}.mlp.experts.{e}.down.weight", ("hidden moe_ffn",), tp=1, when="moe",
             hf=_HF + down,
+            stacked=Stacked(_HF + "mlp.experts.down_proj"),
             core=_LOCAL_EXPERT + "linear_fc2.weight",
             grouped=_CORE + "experts.linear_fc2.weight{e}",
             legacy_grouped=StackedTransposed(_CORE + "experts.weight2", "local_experts*moe_ffn hidden")),

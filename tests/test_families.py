@@ -1,0 +1,332 @@
+"""Families beside Llama's: any of their models through any two layouts and back, and what else their files may be like."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.checkpoint import open_checkpoint
+from megaconv.config import ModelConfig
+from megaconv.conversion import fingerprint
+from megaconv.errors import LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UsageError
+from megaconv.families import families
+from megaconv.layout import Chunk, Layout
+from megaconv.table import native_tensors
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+from tests.strategies import Draw, stage_splits
+
+Tensors = dict[str, torch.Tensor]
+SIZES: dict[str, Any] = {
+    "hidden_size": 12,
+    "intermediate_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 3,
+    "vocab_size": 19,
+    "max_position_embeddings": 32,
+}
+LATENT = {"kv_lora_rank": 6, "q_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3, "v_head_dim": 5}
+DEEPSEEK = {
+    **LATENT,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+WORDS: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
+    "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    "glm4_moe": {**DEEPSEEK, "num_nextn_predict_layers": 2, "num_key_value_heads": 2},
+    "mixtral": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 4},
+    "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
+}
+
+
+def write_model(path: Path, family: str, naming: str = "hf", **words: Any) -> Path:
+    """A Hugging Face directory with random weights, under the names that the table has and the oracles prove."""
+    table = families()[family]
+    raw = {"architectures": [table.architectures[0]], "model_type": table.model_type, **SIZES, **WORDS[family], **words}
+    config = table.read_hf(raw)
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    generator = torch.Generator().manual_seed(3)
+    tensors: Tensors = {}
+    for native in native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab):
+        if native.mtp_copy:
+            tensors[native.name] = tensors[
+                "model.embed_tokens.weight" if "embed" in native.name else "lm_head.weight"
+            ].clone()
+        elif not native.tied_copy:
+            tensors[native.name] = torch.randn(native.shape, generator=generator).bfloat16()
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def weights_of(path: Path) -> Tensors:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    ours, theirs = weights_of(found), weights_of(wanted)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+# Any layouts.
+
+
+@st.composite
+def layouts(draw: Draw, family: str) -> dict[str, Any]:
+    pp = draw(st.integers(1, 3))
+    vpp = draw(st.integers(1, 2)) if pp > 1 else 1
+    tp = draw(st.sampled_from((1, 2)))
+    local = draw(st.booleans())
+    found = {"tp": tp, "pp": pp, "vpp": vpp, "layer_split": draw(stage_splits(3, pp * vpp)), "vocab_divisor": 4}
+    found["transformer_impl"] = "local" if local else "transformer_engine"
+    if family == "gemma":
+        return found
+    ep = draw(st.sampled_from((1, 2, 4)))
+    found |= {"ep": ep, "grouped_experts": not local and draw(st.booleans())}
+    return found | {"etp": draw(st.sampled_from([size for size in (1, 2) if size <= tp <= size * ep]))}
+
+
+@pytest.mark.parametrize("family", WORDS)
+@given(data=st.data())
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_there_and_elsewhere_and_back_every_bit_is_the_same(family: str, data: st.DataObject) -> None:
+    first, second = data.draw(layouts(family)), data.draw(layouts(family))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        hf, one, two, back = (Path(folder) / name for name in ("hf", "one", "two", "back"))
+        write_model(hf, family)
+        megaconv.convert(hf, one, saver="core", **first)
+        megaconv.convert(one, two, saver="core", **second)
+        megaconv.convert(two, back, saver="hf")
+        assert_same(back, hf)
+        assert fingerprint(hf).weights == fingerprint(two).weights
+
+
+# Stacked experts.
+
+
+def stacked(tensors: Tensors, gate: str, up: str, down: str) -> Tensors:
+    """As transformers 5 holds them: by torch alone."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    prefixes = dict.fromkeys(name.partition(".experts.")[0] for name in tensors if ".experts." in name)
+    for prefix in prefixes:
+        count = len({name.split(".")[-3] for name in tensors if name.startswith(prefix + ".experts.")})
+        one = [[tensors[f"{prefix}.experts.{e}.{word}.weight"] for e in range(count)] for word in (gate, up, down)]
+        at = prefix.replace("block_sparse_moe", "mlp") + ".experts."
+        found[at + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(one[0], one[1], strict=True)])
+        found[at + "down_proj"] = torch.stack(one[2])
+    return {name.replace("block_sparse_moe.gate", "mlp.gate"): tensor for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"])
+def test_stacked_experts_are_read_and_come_back_as_transformers_saves_them(family: str, tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", family)
+    words = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    together = tmp_path / "together"
+    together.mkdir()
+    (together / "config.json").write_text((hf / "config.json").read_text())
+    save_file(stacked(weights_of(hf), *words), together / "model.safetensors")
+    megaconv.convert(together, tmp_path / "core", saver="core", tp=2, ep=2)
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf")
+    assert_same(tmp_path / "back", hf)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_what_transformers_saves_stacked_is_the_same_model(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        write_model(tmp_path / "hf", family, **{"num_nextn_predict_layers": 0})
+    )
+    for name, original in (("modules", True), ("stacks", False)):
+        model.save_pretrained(tmp_path / name, save_original_format=original)
+    assert any(name.endswith("experts.gate_up_proj") for name in weights_of(tmp_path / "stacks"))
+    assert fingerprint(tmp_path / "stacks").weights == fingerprint(tmp_path / "modules").weights
+
+
+def test_a_stack_of_another_shape_is_refused(tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", "mixtral", "hf+stacked")
+    tensors = weights_of(hf)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, hf / "model.safetensors")
+    outcome = run("convert", "--load-dir", hf, "--saver", "core", "--save-dir", tmp_path / "core")
+    assert_refused(outcome, 3, name, "[4, 12, 16]", "expected [4, 16, 12]")
+
+
+# The original.
+
+
+def test_an_image_encoder_comes_from_the_original(tmp_path: Path) -> None:
+    """The language model as a part of another, trained alone."""
+    llama = write_llama(tmp_path / "llama", layers=2)
+    core = tmp_path / "core"
+    megaconv.convert(llama, core, saver="core", tp=2)
+    tensors = weights_of(llama)
+    whole = {
+        name.replace("model.", "model.language_model.", 1): torch.zeros_like(tensor) for name, tensor in tensors.items()
+    }
+    vision = {f"model.vision_tower.{index}.weight": torch.full((300, 70), float(index)) for index in range(3)}
+    original = tmp_path / "original"
+    original.mkdir()
+    config = {
+        "architectures": ["SeeingForConditionalGeneration"],
+        "torch_dtype": "float32",
+        "vision_config": {"size": 3},
+    }
+    (original / "config.json").write_text(json.dumps(config))
+    (original / "preprocessor_config.json").write_text("{}")
+    (original / "modeling_seeing.py").write_text("raise SystemExit")
+    save_file(whole | vision, original / "model.safetensors")
+    arguments = ("convert", "--load-dir", core, "--saver", "hf", "--base", original, "--save-dir", tmp_path / "out")
+    dry = run(*arguments, "--dry-run", "--json")
+    assert json.loads(dry.out)["from_base"] == [*vision, "preprocessor_config.json"]
+    done = run(*arguments, "--json")
+    assert json.loads(done.out)["from_base"] == [*vision, "preprocessor_config.json"]
+    found = weights_of(tmp_path / "out")
+    assert found.keys() == whole.keys() | vision.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name.replace("model.", "model.language_model.", 1)], tensor)
+    assert all(torch.equal(found[name], tensor) for name, tensor in vision.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "torch_dtype": "bfloat16"}
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()).count(".py") == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+
+
+def test_an_original_of_another_model_is_refused(tmp_path: Path) -> None:
+    llama, other = write_llama(tmp_path / "llama", layers=2), write_llama(tmp_path / "other", layers=2, ffn=64)
+    arguments = ("convert", "--load-dir", llama, "--saver", "hf", "--save-dir", tmp_path / "out", "--base")
+    assert_refused(run(*arguments, other), 3, "is not the original", "mlp.gate_proj.weight [56, 32]", "[64, 32]")
+    assert_refused(run(*arguments, tmp_path), 2, "--base", "has no config.json")
+    core = ("convert", "--load-dir", llama, "--saver", "core", "--save-dir", tmp_path / "out", "--base", llama)
+    assert_refused(run(*core), 2, "--base", "--saver hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_original_a_missing_tensor_stays_an_error(tmp_path: Path) -> None:
+    llama = write_llama(tmp_path / "llama", layers=2)
+    tensors = weights_of(llama)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, llama / "model.safetensors")
+    with pytest.raises(TensorMismatch, match=r"1 tensors are missing: model\.layers\.1\.mlp\.up_proj"):
+        megaconv.convert(llama, tmp_path / "out", saver="hf")
+
+
+# What can't be.
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A change to config.json or a layout that has to end in one clear error."""
+
+    family: str
+    words: Mapping[str, Any]
+    sizes: Mapping[str, Any]
+    error: type[Exception]
+    message: str
+
+
+CASES = [
+    Refused("deepseek_v3", {}, {"ep": 3}, LayoutError, r"experts = 4 .* \(ep\) = 3"),
+    Refused(
+        "deepseek_v3",
+        {"q_lora_rank": 3},
+        {"tp": 2, "transformer_impl": "local"},
+        LayoutError,
+        "rows of .*q_down.weight = 3",
+    ),
+    Refused("deepseek_v3", {"rope_interleave": False}, {}, NotExpressible, "rope_interleave False"),
+    Refused("deepseek_v3", {"rms_norm_eps": 1e-5}, {}, NotExpressible, "rms_norm_eps 1e-05"),
+    Refused("deepseek_v3", {"attention_bias": True}, {}, NotExpressible, "attention_bias True"),
+    Refused("deepseek_v3", {"n_group": 4, "topk_group": 2}, {}, NotExpressible, "Megatron ranks a group"),
+    Refused(
+        "deepseek_v3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {},
+        NotExpressible,
+        "latent attention, which knows yarn",
+    ),
+    Refused(
+        "deepseek_v2", {"topk_method": "group_limited_greedy"}, {}, NotExpressible, "ranks groups by their best expert"
+    ),
+    Refused("gemma", {"hidden_act": "relu"}, {}, UnknownFamily, "hidden_act 'relu'"),
+    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
+    Refused(
+        "gemma", {"architectures": ["Gemma2ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Gemma 2 and later"
+    ),
+    Refused("gemma", {"architectures": ["Llama4ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Llama 4"),
+    Refused("gemma", {}, {"ep": 2}, LayoutError, "no experts"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.words or case.sizes}")
+def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
+    plain = {
+        "rope_interleave",
+        "rms_norm_eps",
+        "attention_bias",
+        "topk_method",
+        "hidden_act",
+        "use_bidirectional_attention",
+    }
+    at_reading = {"architectures", *plain} & set(case.words)
+    hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.words)
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | dict(case.words)))
+    with pytest.raises(case.error, match=case.message):
+        megaconv.convert(hf, tmp_path / "core", saver="core", **case.sizes)
+    assert not (tmp_path / "core").exists()
+
+
+def test_a_gemma_is_told_by_its_arguments_alone(tmp_path: Path) -> None:
+    import shutil
+
+    hf = write_model(tmp_path / "hf", "gemma")
+    megaconv.convert(hf, tmp_path / "core", saver="core", tp=2)
+    shutil.rmtree(tmp_path / "core" / "hf")
+    found: ModelConfig = open_checkpoint(tmp_path / "core").config
+    wanted = open_checkpoint(hf).config
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    assert found == replace(wanted, **tokens)
+
+
+def test_router_biases_stay_float32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", "glm4_moe")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = {
+        key: tensor.float() if key.endswith("correction_bias") else tensor for key, tensor in weights_of(hf).items()
+    }
+    save_file(tensors, hf / "model.safetensors")
+    megaconv.convert(hf, tmp_path / "out", saver="hf", dtype="fp16")
+    assert weights_of(tmp_path / "out")[name].equal(tensors[name])
+
+
+def test_a_base_given_in_python_works_too(tmp_path: Path) -> None:
+    llama = write_llama(tmp_path / "llama", layers=1)
+    (llama / "notes.txt").write_text("mine")
+    report = megaconv.convert(llama, tmp_path / "out", saver="hf", base=llama)
+    assert list(report.plan.from_base) == ["notes.txt"]
+    with pytest.raises(UsageError):
+        megaconv.convert(llama, tmp_path / "core", saver="core", base=llama)
