@@ -29,7 +29,7 @@ from megaconv.assembled import Placed
 from megaconv.check import well_formed
 from megaconv.config import ModelConfig
 from megaconv.dist_keys import unstack
-from megaconv.errors import TensorMismatch
+from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
 from megaconv.layout import Chunk, Layout
 from megaconv.megatron_names import BUFFERS, module_order
@@ -97,7 +97,7 @@ class DistOptimizer:
         kind = self._kind()
         try:
             step = step_of({"param_groups": self._groups()})
-        except (AttributeError, LookupError, TypeError, ValueError):
+        except (CheckpointError, AttributeError, LookupError, TypeError, ValueError):
             step = None
         return OptimizerState(kind, step if step is not None else step_of(self._common_optimizer()))
 
