@@ -31,6 +31,11 @@ def find_dist(path: Path) -> tuple[Path, str] | None:
         return None
     backend = torch_dist.read_backend(version)
     if backend is None and torch_dist.is_dcp(version) and not rank_files.is_rank_files(version):
+        if (version / torch_dist.COMMON_FILE).is_file():
+            missing = version / torch_dist.FORMAT_FILE
+            raise CorruptCheckpoint(
+                f"{missing}: no such file; Megatron writes it last, so the checkpoint is incomplete"
+            )
         return version, "fsdp_dtensor"
     return (version, backend) if backend else None
 

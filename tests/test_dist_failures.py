@@ -116,11 +116,18 @@ def test_metadata_that_asks_to_run_code_is_not_obeyed(checkpoint: Path, tmp_path
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("name", "words"), [("__1_0.distcp", ("__1_0.distcp", "no such file")), ("common.pt", ("common.pt",)),
-                                             (".metadata", (".metadata",))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("__1_0.distcp", ("no such file",)),
+        ("common.pt", ("no such file", "args")),
+        (".metadata", ("No such file",)),
+        ("metadata.json", ("incomplete",)),
+    ],
+)
 def test_a_missing_file_is_named(name: str, words: tuple[str, ...], checkpoint: Path) -> None:
     (checkpoint / "iter_0000010" / name).unlink()
-    assert_refused(run("inspect", checkpoint), 3, *words)
+    assert_refused(run("inspect", checkpoint), 3, name, *words)
 
 
 def test_a_file_that_was_cut_off_is_named(checkpoint: Path) -> None:

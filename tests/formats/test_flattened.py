@@ -1,0 +1,60 @@
+"""Flattened tensors, against an independent way to put them together and against Megatron's own."""
+
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from formats import safetensors, torch_dist
+from formats.chunked import Chunk, ChunkedTensor, require_cover
+from formats.errors import CorruptCheckpoint
+from formats.flattened import unflatten
+from formats.tensor import read_tensor
+from tests.conftest import FIXTURES
+
+OLD = sorted(path.name for path in FIXTURES.glob("dist-v0.*"))
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_megatrons_flattened_optimizer_state_is_read_bit_for_bit(name: str) -> None:
+    opened = torch_dist.open_directory(next((FIXTURES / name).glob("iter_*")))
+    tensors, expected = opened.tensors(), safetensors.read(FIXTURES / name / "expected.safetensors")
+    for slot in ("exp_avg", "exp_avg_sq"):
+        for ours, theirs in {
+            "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+            "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+        }.items():
+            key = f"optimizer.state.{slot}.decoder.layers.{ours}"
+            tensor = tensors[key]
+            whole = unflatten(tensor, opened.metadata.flattened[key]) if key in opened.metadata.flattened else tensor
+            require_cover(key, whole.shape, [chunk[:2] for chunk in whole.chunks])
+            for layer, found in enumerate(whole.unstack()):
+                wanted = expected[f"{slot}.model.layers.{layer}.{theirs}"]
+                assert found.shape == wanted.shape
+                assert np.array_equal(read_tensor(found), read_tensor(wanted)), (key, layer)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data()
+)  # (shards, size of one) per axis
+def test_runs_of_elements_become_rectangles_that_cover_the_tensor(
+    axes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    cuts, local = (tuple(axis) for axis in zip(*axes, strict=True))
+    shape, elements = tuple(count * size for count, size in axes), prod(local)
+    chunks = []
+    for place in np.ndindex(*cuts):
+        at = sorted({0, elements, *data.draw(st.lists(st.integers(0, elements), max_size=3))})
+        for start, stop in pairwise(at):
+            chunks.append(Chunk.whole((*place, start), (1,) * len(cuts) + (stop - start,), None))  # type: ignore[arg-type]
+    whole = unflatten(ChunkedTensor((*cuts, elements), "float32", chunks), shape)
+    require_cover("whole", shape, [chunk[:2] for chunk in whole.chunks])
+
+
+def test_a_shape_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(CorruptCheckpoint, match="flattened"):
+        unflatten(ChunkedTensor((2, 1, 7), "float32", []), (4, 3))
