@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from formats.chunked import ChunkedTensor
-from formats.flat import unflatten
+from formats.chunked import ChunkedTensor, require_cover
+from formats.flattened import unflatten
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape
 from megaconv.assembled import Placed
@@ -132,8 +132,7 @@ class DistOptimizer:
                 name, slot = found[1], found[2]
             else:
                 continue
-            whole = unflatten(key, tensor, self.flattened[key]) if key in self.flattened else tensor
-            by_slot.setdefault(slot, {})[name] = whole
+            by_slot.setdefault(slot, {})[name] = self._whole(key, tensor)
         slots = {slot: unstack(tensors) for slot, tensors in by_slot.items()}
         result = RankOptimizer(self.where)
         with well_formed(f"{self.where}: its optimizer"):
@@ -147,6 +146,13 @@ class DistOptimizer:
                     result.slots[0, name] = self._slots_of(name, weight, slots)
                     result.group_of[0, name] = self._group_of(name, weight, known)
         return Optimizers({RankId(0, 0, 0): result})
+
+    def _whole(self, key: str, tensor: ChunkedTensor) -> ChunkedTensor:
+        if key not in self.flattened:
+            return tensor
+        whole = unflatten(tensor, self.flattened[key])
+        require_cover(f"{self.where}: {key}", whole.shape, [(chunk.offset, chunk.shape) for chunk in whole.chunks])
+        return whole
 
     def _slots_of(
         self, name: str, weight: LazyTensor, slots: Mapping[str, Mapping[str, LazyTensor]]
