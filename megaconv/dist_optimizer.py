@@ -96,7 +96,7 @@ class DistOptimizer:
         """Its kind, and its step where that can be told. Never raises for what it finds."""
         kind = self._kind()
         try:
-            step = step_of({"param_groups": self._groups()})
+            step = step_of({"param_groups": self._groups(first_only=True)})
         except (CheckpointError, AttributeError, LookupError, TypeError, ValueError):
             step = None
         return OptimizerState(kind, step if step is not None else step_of(self._common_optimizer()))
@@ -179,8 +179,8 @@ class DistOptimizer:
             raise TensorMismatch(f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}")
         return group
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """Of all optimizers, from wherever they are kept."""
+    def _groups(self, *, first_only: bool = False) -> list[dict[str, Any]]:
+        """Of all optimizers, from wherever they are kept; first_only: of one rank, which is enough to tell the step."""
         found = [
             group
             for part in parts(self._common_optimizer())
@@ -190,7 +190,7 @@ class DistOptimizer:
         if found:
             return found
         names = [name for name in self.directory.objects() if (m := _OBJECT.fullmatch(name)) and m[3] == "optimizer"]
-        for name in names:
+        for name in names[:1] if first_only else names:
             value = self.directory.read_object(name)
             if isinstance(value, dict):
                 found += value["param_groups"]
