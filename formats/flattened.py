@@ -1,4 +1,7 @@
-"""Tensors that Megatron core 0.9 to 0.15 stored flattened, shard by shard: optimizer state of its distributed optimizer.
+"""Tensors that are stored as runs of their elements: the state of Megatron's distributed optimizer.
+
+Its buffers are vectors that hold one parameter after another (`narrowed`). Megatron core 0.9 to 0.15 also stored tensors
+flattened, shard by shard (`unflatten`):
 
 A tensor of shape (G0, G1) that was cut into f0 x f1 shards of shape (l0, l1) is stored as (f0, f1, l0 * l1): the last axis
 runs through a shard's elements. Chunks are runs of them, as data-parallel ranks held them; the true shape stands in
@@ -6,12 +9,12 @@ runs through a shard's elements. Chunks are runs of them, as data-parallel ranks
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from formats.chunked import Chunk, ChunkedTensor, Stored
 from formats.errors import CorruptCheckpoint
-from formats.tensor import ITEMSIZE, FileTensor, Shape
+from formats.tensor import ITEMSIZE, FileTensor, LazyTensor, Shape
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,31 @@ class _Run:
     first: int
     shape: Shape
 
-    def tensor(self) -> FileTensor:
-        flat = self.stored.tensor()
-        if not isinstance(flat, FileTensor):
-            raise CorruptCheckpoint(
-                f"a flattened tensor {list(flat.shape)} is not contiguous; save the checkpoint again"
-            )
-        return FileTensor(flat.file, flat.offset + self.first * ITEMSIZE[flat.dtype], self.shape, flat.dtype)
+    def tensor(self) -> LazyTensor:
+        return narrowed(self.stored.tensor(), self.first, self.shape)
+
+
+def narrowed(tensor: LazyTensor, start: int, shape: Shape) -> LazyTensor:
+    """The elements of a contiguous tensor, or of a vector of chunks, from start on, under another shape.
+
+    Raises CorruptCheckpoint where it has not so many.
+    """
+    stop = start + prod(shape)
+    if start < 0 or stop > prod(tensor.shape):
+        raise CorruptCheckpoint(f"elements {start} to {stop} of a tensor that has {prod(tensor.shape)}")
+    if isinstance(tensor, FileTensor):
+        return replace(tensor, offset=tensor.offset + start * ITEMSIZE[tensor.dtype], shape=shape)
+    if not isinstance(tensor, ChunkedTensor) or len(tensor.shape) != 1:
+        raise CorruptCheckpoint(f"a tensor {list(tensor.shape)} is not contiguous; save it with .contiguous()")
+    return ChunkedTensor(shape, tensor.dtype, list(_overlapping(tensor, start, stop, shape)))
+
+
+def _overlapping(vector: ChunkedTensor, start: int, stop: int, shape: Shape) -> Iterator[Chunk]:
+    for chunk in vector.chunks:
+        first, last = max(start, chunk.offset[0]), min(stop, chunk.offset[0] + chunk.shape[0])
+        if first < last:
+            for place, part, element in _parts(first - start, last - start, shape):
+                yield Chunk.whole(place, part, _Run(chunk.stored, start + element - chunk.offset[0], part))
 
 
 def unflatten(tensor: ChunkedTensor, shape: Shape) -> ChunkedTensor:

@@ -18,6 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 RELEASE = "release"
+_OLD_MODEL_FILE = "model_rng.pt"
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
@@ -86,6 +87,11 @@ def read(version: Path) -> RankFiles:
     files: dict[tuple[int, ...], Path] = {}
     for numbers, directory in _rank_directories(version):
         file = directory / MODEL_FILE
+        if file.with_name(_OLD_MODEL_FILE).is_file():
+            raise CorruptCheckpoint(
+                f"{file.with_name(_OLD_MODEL_FILE)}: a checkpoint of Megatron up to 23.04 with a distributed optimizer, which lies "
+                "apart for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
+            )
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one")
         if numbers in files:

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from formats.chunked import ChunkedTensor
-from formats.flat import unflatten
+from formats.chunked import ChunkedTensor, require_cover
+from formats.flattened import unflatten
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape
 from megaconv.assembled import Placed
 from megaconv.check import well_formed
 from megaconv.config import ModelConfig
 from megaconv.dist_keys import unstack
-from megaconv.errors import TensorMismatch
+from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
 from megaconv.layout import Chunk, Layout
 from megaconv.megatron_names import BUFFERS, module_order
@@ -96,8 +96,8 @@ class DistOptimizer:
         """Its kind, and its step where that can be told. Never raises for what it finds."""
         kind = self._kind()
         try:
-            step = step_of({"param_groups": self._groups()})
-        except (AttributeError, LookupError, TypeError, ValueError):
+            step = step_of({"param_groups": self._groups(first_only=True)})
+        except (CheckpointError, AttributeError, LookupError, TypeError, ValueError):
             step = None
         return OptimizerState(kind, step if step is not None else step_of(self._common_optimizer()))
 
@@ -134,8 +134,7 @@ class DistOptimizer:
                 name, slot = found[1], found[2]
             else:
                 continue
-            whole = unflatten(key, tensor, self.flattened[key]) if key in self.flattened else tensor
-            by_slot.setdefault(slot, {})[name] = whole
+            by_slot.setdefault(slot, {})[name] = self._whole(key, tensor)
         slots = {
             slot: {aliases.get(name, name): tensor for name, tensor in unstack(tensors).items()}
             for slot, tensors in by_slot.items()
@@ -152,6 +151,13 @@ class DistOptimizer:
                     result.slots[0, name] = self._slots_of(name, weight, slots)
                     result.group_of[0, name] = self._group_of(name, weight, known)
         return Optimizers({RankId(0, 0, 0): result})
+
+    def _whole(self, key: str, tensor: ChunkedTensor) -> ChunkedTensor:
+        if key not in self.flattened:
+            return tensor
+        whole = unflatten(tensor, self.flattened[key])
+        require_cover(f"{self.where}: {key}", whole.shape, [(chunk.offset, chunk.shape) for chunk in whole.chunks])
+        return whole
 
     def _slots_of(
         self, name: str, weight: LazyTensor, slots: Mapping[str, Mapping[str, LazyTensor]]
@@ -178,8 +184,8 @@ class DistOptimizer:
             raise TensorMismatch(f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}")
         return group
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """Of all optimizers, from wherever they are kept."""
+    def _groups(self, *, first_only: bool = False) -> list[dict[str, Any]]:
+        """Of all optimizers, from wherever they are kept; first_only: of one rank, which is enough to tell the step."""
         found = [
             group
             for part in parts(self._common_optimizer())
@@ -189,7 +195,7 @@ class DistOptimizer:
         if found:
             return found
         names = [name for name in self.directory.objects() if (m := _OBJECT.fullmatch(name)) and m[3] == "optimizer"]
-        for name in names:
+        for name in names[:1] if first_only else names:
             value = self.directory.read_object(name)
             if isinstance(value, dict):
                 found += value["param_groups"]

@@ -48,7 +48,9 @@ class Inspection:
 
     def _optimizer(self) -> dict[str, Any] | None:
         found = self.header.training.optimizer
-        return None if found is None else {"kind": found.kind, "step": found.step}
+        if found is not None:
+            return {"kind": found.kind, "step": found.step}
+        return {"kind": "present, of a kind that is not read", "step": None} if self.header.has_optimizer else None
 
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
@@ -95,9 +97,9 @@ class Inspection:
             found.append(("iteration", "release" if training.release else str(training.iteration)))
         if training.consumed_train_samples:
             found.append(("samples", f"{training.consumed_train_samples:,} consumed"))
-        if training.optimizer is not None:
-            step = "" if training.optimizer.step is None else f", step {training.optimizer.step:,}"
-            found.append(("optimizer", training.optimizer.kind + step))
+        if (optimizer := self._optimizer()) is not None:
+            step = "" if optimizer["step"] is None else f", step {optimizer['step']:,}"
+            found.append(("optimizer", optimizer["kind"] + step))
         found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
         return found
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from formats.flat import narrowed
+from formats.flattened import narrowed
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape, read_tensor
 from megaconv.errors import NotExpressible, TensorMismatch

@@ -7,6 +7,7 @@ Transformer Engine's and Apex's (a step in every group) and torch's (a step with
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from formats.pickle_records import TorchDtype
@@ -83,7 +84,7 @@ class OptimizerWriter:
         scaler = {} if self.state.grad_scaler is None or not self.fp16 else {"grad_scaler": self._scaler()}
         return {"optimizer": inner, **scaler, **more}
 
-    @property
+    @cached_property
     def masters(self) -> bool:
         """Whether any parameter has one."""
         return any(key.slot == MASTER for key in self.manifest)
@@ -137,10 +138,19 @@ class OptimizerWriter:
 
     def _members(self, parameters: Sequence[Parameter], experts: bool | None) -> Iterator[tuple[int, list[Parameter]]]:
         """(index of a group, its parameters on this rank) of all groups that any rank has, in order."""
-        used = {i for name, i in self.state.group_of.items() if experts is None or is_expert(name) == experts}
-        for index in write_order(self.state.groups):
-            if index in used:
-                yield index, [p for p in parameters if self._is_member(p.native, index, experts)]
+        for index in self._order[experts]:
+            yield index, [p for p in parameters if self._is_member(p.native, index, experts)]
+
+    @cached_property
+    def _order(self) -> dict[bool | None, list[int]]:
+        """The groups of each optimizer that any parameter is of."""
+        used = {(is_expert(name), index) for name, index in self.state.group_of.items()}
+        order = write_order(self.state.groups)
+        kinds: dict[bool | None, tuple[bool, ...]] = {None: (False, True), False: (False,), True: (True,)}
+        return {
+            experts: [index for index in order if any((kind, index) in used for kind in held)]
+            for experts, held in kinds.items()
+        }
 
     def _is_member(self, native: NativeTensor, index: int, experts: bool | None) -> bool:
         return self.state.group_of[next(iter(native.parts))] == index and experts in (None, is_expert(native.name))

@@ -1,8 +1,10 @@
 """The optimizer of a whole rank-file checkpoint as slots of canonical tensors."""
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from formats import rank_files, torch_zip
@@ -48,15 +50,18 @@ def describe_optimizer(ranks: Ranks) -> OptimizerState | None:
     return OptimizerState(kind_of(optimizer, has_buffers=_buffer_file(ranks, first).exists()), step_of(optimizer))
 
 
-def _buffer_file(ranks: Ranks, rank: RankId) -> Any:
+def _buffer_file(ranks: Ranks, rank: RankId) -> Path:
     return ranks.paths[rank].parent / rank_files.OPTIMIZER_FILE
 
 
-def open_optimizers(ranks: Ranks, args: Any, names: Landmarks, aliases: Mapping[str, str], *, tied: bool) -> Optimizers:
+def open_optimizers(
+    ranks: Ranks, args: Namespace, names: Landmarks, aliases: Mapping[str, str], *, tied: bool
+) -> Optimizers:
     """aliases: second names of tensors -> first ones. tied: whether head and embedding are one tensor.
 
-    Raises CheckpointError for an optimizer that can't be read."""
-    buffers: dict[Any, Any] = {}
+    Raises CheckpointError for an optimizer that can't be read.
+    """
+    buffers: dict[Path, Any] = {}
     by_rank = {}
     for rank, state in ranks.states.items():
         where = ranks.files[rank]

@@ -162,10 +162,12 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:
-    """The file as Megatron 0.14 and newer read it: nothing but tensors, plain values and the Namespace gets through."""
+    """The file as Megatron 0.14 and newer read it: tensors, plain values, the Namespace and numpy's generators get through."""
+    import numpy as np
     import torch
 
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    numpy = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]
+    with torch.serialization.safe_globals([argparse.Namespace, *numpy]):
         return cast(dict[str, Any], torch.load(path, weights_only=True))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megaconv.ir import Key
 from megaconv.optimizer_buffers import BufferParameter, fill, gaps
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
 from tests.conftest import FIXTURES
+from tests.megatron_oracle import read_rank_file
 from tests.optimizer_models import SCHEDULER, load, trained, write_trained_llama
 from tests.optimizer_oracle import adamw, gradient, step
 from tests.put_together import assert_holds, assert_holds_optimizer, rank_files
@@ -198,17 +198,12 @@ def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Pat
     other = megaconv.convert(source, tmp_path / "other", saver="core", tp=1)
     assert same.notices == ()
     assert [("--no-load-rng" in notice) for notice in other.notices] == [True]
-    with torch.serialization.safe_globals([Namespace, *NUMPY]):
-        state = torch.load(next((tmp_path / "same").glob("*/mp_rank_01/model_optim_rng.pt")), weights_only=True)
+    state = read_rank_file(next((tmp_path / "same").glob("*/mp_rank_01/model_optim_rng.pt")))
     assert state["rng_state"][0]["np_rng_state"][1].shape == (624,)
     assert (state["args"].no_save_rng, state["args"].no_save_optim) == (False, False)
     (file,) = (tmp_path / "other").glob("*/mp_rank_00/model_optim_rng.pt")
     assert "rng_state" not in load(file)
     assert load(file)["args"].no_save_rng is True
-
-
-NUMPY = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]
-"""What Megatron itself lets through when it loads a rank file."""
 
 
 # Dtypes.

@@ -1,5 +1,6 @@
 """Flattened tensors, against an independent way to put them together and against Megatron's own."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from formats import safetensors, torch_dist
 from formats.chunked import Chunk, ChunkedTensor, require_cover
 from formats.errors import CorruptCheckpoint
-from formats.flattened import unflatten
-from formats.tensor import read_tensor
+from formats.flattened import narrowed, unflatten
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, read_tensor
 from tests.conftest import FIXTURES
+from tests.strategies import Draw
 
-OLD = sorted(path.name for path in FIXTURES.glob("dist-v0.*"))
+OLD = sorted(path.name for path in FIXTURES.glob("dist-v0.*-llama-*"))
 
 
 @pytest.mark.parametrize("name", OLD)
@@ -58,3 +60,60 @@ def test_runs_of_elements_become_rectangles_that_cover_the_tensor(
 def test_a_shape_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CorruptCheckpoint, match="flattened"):
         unflatten(ChunkedTensor((2, 1, 7), "float32", []), (4, 3))
+
+
+# Vectors that hold one parameter after another.
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A chunk in memory's place: a tensor in a file (formats.chunked.Stored)."""
+
+    held: FileTensor
+
+    def tensor(self) -> LazyTensor:
+        return self.held
+
+
+@st.composite
+def cuts(draw: Draw, length: int) -> list[int]:
+    """Where `length` elements are cut."""
+    return [0, *sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) - {length}), length]
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> InputFile:
+    """0, 1, 2 ... as float32."""
+    path = tmp_path_factory.mktemp("flat") / "numbers"
+    np.arange(4096, dtype=np.float32).tofile(path)
+    return InputFile.open(path)
+
+
+def vector(numbers: InputFile, edges: list[int]) -> ChunkedTensor:
+    chunks = [
+        Chunk.whole((first,), (last - first,), Held(FileTensor(numbers, 4 * first, (last - first,), "float32")))
+        for first, last in pairwise(edges)
+    ]
+    return ChunkedTensor((edges[-1],), "float32", chunks)
+
+
+def array(tensor: LazyTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return read_tensor(tensor).view(np.float32).reshape(tensor.shape)
+
+
+@given(shape=SHAPES, before=st.integers(0, 9), after=st.integers(0, 9), data=st.data())
+def test_a_parameter_is_found_in_a_vector_however_that_is_cut(
+    numbers: InputFile, shape: Shape, before: int, after: int, data: st.DataObject
+) -> None:
+    size = int(np.prod(shape))
+    flat = vector(numbers, data.draw(cuts(before + size + after)))
+    wanted = np.arange(before, before + size, dtype=np.float32).reshape(shape)
+    assert np.array_equal(array(narrowed(flat, before, shape)), wanted)
+    assert np.array_equal(array(narrowed(vector(numbers, [0, 4096]), before, shape)), wanted)
+
+
+def test_what_reaches_out_of_a_vector_is_refused(numbers: InputFile) -> None:
+    with pytest.raises(CorruptCheckpoint, match="elements 10 to 13"):
+        narrowed(vector(numbers, [0, 7, 12]), 10, (3,))
