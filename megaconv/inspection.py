@@ -95,7 +95,9 @@ class Inspection:
 
 
 def _depth(config: ModelConfig) -> str:
-    return f"{config.encoder_layers} encoder and {config.layers} decoder" if config.encoder_layers else f"{config.layers}"
+    return (
+        f"{config.encoder_layers} encoder and {config.layers} decoder" if config.encoder_layers else f"{config.layers}"
+    )
 
 
 def _positions(config: ModelConfig) -> str:
