@@ -6,16 +6,17 @@ megaconv.convert("Llama-2-7b", "ckpt", saver="core", tp=2, pp=2)
 megaconv.open("ckpt").load("layers.0.attn.q.weight")
 megaconv.diff("Llama-2-7b", "ckpt").same
 megaconv.fingerprint("ckpt").weights
+megaconv.verify("ckpt").same
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaconv._version import __version__
-    from megaconv.api import convert, diff, fingerprint, inspect
+    from megaconv.api import convert, diff, fingerprint, inspect, verify
     from megaconv.checkpoint import open_checkpoint as open  # noqa: A004
 
-__all__ = ["__version__", "convert", "diff", "fingerprint", "inspect", "open"]
+__all__ = ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from megaconv.inspection import inspect as inspect
 from megaconv.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
 from megaconv.plan import default_workers
+from megaconv.verification import verify as verify
 
 
 def convert(

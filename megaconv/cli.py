@@ -227,6 +227,28 @@ def fingerprint(
             print(f"{found.optimizer} (optimizer)")
 
 
+@app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
+def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
+    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs."""
+    from megaconv.options import LoadOptions
+    from megaconv.progress import Progress
+    from megaconv.verification import verify as run
+
+    options = LoadOptions(config, true_vocab_size)
+    with Progress("verifying", lambda: _size(path, options)) as progress:
+        found = run(path, options, advance=progress.advance)
+    if as_json:
+        _print_json(found.to_json())
+    elif found.same:
+        print(f"as written: {found.tensors} tensors, fingerprint {found.found}")
+    else:
+        print(f"different: fingerprint {found.found}, written was {found.recorded}")
+        for name, kind in found.differences.items():
+            print(f"  {name}  {kind}")
+    if not found.same:
+        raise typer.Exit(4)
+
+
 @app.command(epilog="Example: megaconv diff Llama-2-7b ckpt && echo the same model")
 def diff(
     a: Annotated[str, typer.Argument(help="A checkpoint.", metavar="A")],
