@@ -33,11 +33,9 @@ _FOREIGN = {
     "binary_head.": "a BERT head",
     "language_model.pooler.": "a pooler (BERT)",
     ".tokentype_embeddings.": "token types (BERT)",
-    ".mlp.router.": "experts",
-    ".mlp.switch.": "experts",
-    "experts.": "experts",
-    ".layernorm_qkv.": "Transformer Engine's layers",
-    ".layernorm_mlp.": "Transformer Engine's layers",
+    ".mlp.router.": "experts (SwitchMLP)",
+    ".mlp.switch.": "experts (SwitchMLP)",
+    "experts.": "experts (SwitchMLP)",
 }
 """Part of a name -> what a model has that has it."""
 
