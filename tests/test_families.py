@@ -334,6 +334,19 @@ def test_a_gemma_is_told_by_its_arguments_alone(tmp_path: Path) -> None:
     assert found == replace(wanted, **tokens)
 
 
+def test_the_scale_of_a_gemmas_embedding_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    megaconv.convert(write_model(tmp_path / "hf", "gemma"), tmp_path / "core", saver="core")
+    assert "the embedding is scaled by 3.4641: Megatron core's GPTModel doesn't do that" in caplog.text
+
+
+def test_latent_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", "deepseek_v3")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"qk_nope_head_dim": 0}))
+    outcome = run("convert", "--load-dir", hf, "--saver", "core", "--save-dir", tmp_path / "core")
+    assert_refused(outcome, 3, "latent attention can't have heads of 2, 2 of them rotating")
+
+
 def test_router_biases_stay_float32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     hf = write_model(tmp_path / "hf", "glm4_moe")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

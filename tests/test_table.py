@@ -141,7 +141,7 @@ def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_a_model_with_everything_has_every_row(family: str) -> None:
-    config = everything(family)
+    config = everything(family, "hf" if families()[family].hf_only else "core")
     rows = families()[family].rows
     either = (config, replace(config, q_rank=0))  # queries are made directly, or from a latent vector
     assert all(any(row.exists(model, layer) for model in either for layer in range(config.layers)) for row in rows)
