@@ -29,11 +29,9 @@ from megaconv.table import NativeTensor, Region
 DESCRIPTION = "Megatron before core, torch format, checkpoint versions 0 to 3"
 
 _FOREIGN = {
-    ".mlp.router.": "experts",
-    ".mlp.switch.": "experts",
-    "experts.": "experts",
-    ".layernorm_qkv.": "Transformer Engine's layers",
-    ".layernorm_mlp.": "Transformer Engine's layers",
+    ".mlp.router.": "experts (SwitchMLP)",
+    ".mlp.switch.": "experts (SwitchMLP)",
+    "experts.": "experts (SwitchMLP)",
 }
 """Part of a name -> what a model has that has it."""
 

@@ -147,7 +147,8 @@ def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapp
     by_rows = rows * count if cols == params.get("dim") else rows
     vocab = by_rows if tied else shape("output.weight")[0] * count
     told = params.get("vocab_size", -1)
-    ffn = shape("layers.0.feed_forward.w1.weight")[0] * count
+    moe = params.get("moe")  # then params.json tells
+    ffn = params.get("hidden_dim") if moe else shape("layers.0.feed_forward.w1.weight")[0] * count
     return {"vocab": told if told != -1 else vocab, "ffn": ffn, "tie_embeddings": tied}
 
 

@@ -81,8 +81,9 @@ def _inside(name: str, begin: str, inside: str) -> str:
     return inside + name[len(begin) :] if name.startswith(begin) else name
 
 
-def open_base(directory: Path, dtype: str) -> BaseModel:
+def open_base(directory: str | Path, dtype: str) -> BaseModel:
     """dtype: of what is quantized there. Raises UsageError where there is no model, CheckpointError for a damaged one."""
+    directory = Path(directory)
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
             f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"

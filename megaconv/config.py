@@ -121,6 +121,10 @@ class ModelConfig:
             what = f"{self.experts_per_token} of {self.experts} experts of width {self.moe_ffn}"
             raise CorruptCheckpoint(f"the model can't have {what} for each token")
 
+        if self.kv_rank and not (0 < self.rope_dim < self.head_dim and self.v_dim):
+            what = f"heads of {self.head_dim}, {self.rope_dim} of them rotating, and values of {self.v_dim}"
+            raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
+
     def has(self, features: str, layer: int) -> bool:
         """Whether a layer has all of these features (`moe shared_ffn`): fields, or those derived below."""
         is_moe = self.experts > 0 and (self.moe_layers is None or layer in self.moe_layers)

@@ -9,7 +9,8 @@
      "word_embeddings_for_head": {"weight": ...}}                          (tied ones, on the last of several stages)
 
 Releases before 2.5 say `transformer` for `encoder` and `attention` for `self_attention`, those before core 0.4
-`layernorm` for `norm`; the oldest have flat names where later ones nest. Source: megatron/legacy/model of Megatron-LM.
+`layernorm` for `norm`; the oldest have flat names where later ones nest. Layers of Transformer Engine have names of their
+own for the same rows. Source: megatron/legacy/model of Megatron-LM.
 """
 
 import re
@@ -35,6 +36,17 @@ _FLAT = (_BLOCK, "decoder", "pooler", "lm_head")
 _LINEAR = ("query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
 
 
+_TRANSFORMER_ENGINE = {
+    r"\.self_attention\.layernorm_qkv\.layer_norm_(weight|bias)$": r".input_norm.\1",
+    r"\.self_attention\.layernorm_qkv\.(weight|bias)$": r".self_attention.query_key_value.\1",
+    r"\.self_attention\.proj\.(weight|bias)$": r".self_attention.dense.\1",
+    r"\.layernorm_mlp\.layer_norm_(weight|bias)$": r".post_attention_norm.\1",
+    r"\.layernorm_mlp\.fc1_(weight|bias)$": r".mlp.dense_h_to_4h.\1",
+    r"\.layernorm_mlp\.fc2_(weight|bias)$": r".mlp.dense_4h_to_h.\1",
+}
+"""Its layers in legacy models (--transformer-impl transformer_engine): what is called how by Megatron's own."""
+
+
 def flatten(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(present name, value) of everything in a nested model."""
     for path, value in _walk(model, 1):
@@ -54,6 +66,8 @@ def present(name: str) -> str:
     name = re.sub(rf"^{MODEL}\.(word|position|tokentype)_embeddings\.", rf"{MODEL}.embedding.\1_embeddings.", name)
     name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
     name = name.replace(".attention.", ".self_attention.").replace("lm_head.layernorm.", "lm_head.norm.")
+    for pattern, words in _TRANSFORMER_ENGINE.items():
+        name = re.sub(pattern, words, name)
     return re.sub(r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name)
 
 

@@ -5,7 +5,8 @@
     {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
      "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}                                    (Mistral: 7B v0.1)
 
-Neither tells token ids, nor Meta's how many positions there are or how rope is scaled. What is assumed instead:
+A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither tells token ids, nor Meta's how
+many positions there are or how rope is scaled. What is assumed instead:
 
     Llama 1     2048 positions                               bos 1, eos 2
     Llama 2     4096 (with n_kv_heads, or a norm_eps of 1e-5 below dim 8192); 16384 with a rope_theta above 10000
@@ -34,7 +35,7 @@ KINDS = {"meta": "Meta's", "mistral": "Mistral's"}
 _UNKNOWN = {
     "quantization_args": "quantized weights", "quantization": "quantized weights", "lora_args": "LoRA weights", "lora": "LoRA weights",
     "vision_chunk_size": "an image encoder", "vision_model": "an image encoder", "vision_encoder": "an image encoder",
-    "moe": "experts", "moe_args": "experts", "yarn": "yarn rope scaling", "llama_4_scaling": "scaled attention",
+    "moe_args": "experts", "yarn": "yarn rope scaling", "llama_4_scaling": "scaled attention",
 }  # fmt: skip
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants in Meta's code."""
@@ -109,9 +110,14 @@ def _positions_before_3(params: Mapping[str, Any], theta: float) -> int:
 
 
 def _read_mistral(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConfig:
-    window = params.get("sliding_window")
+    window, moe = params.get("sliding_window"), params.get("moe")
+    experts = {}
+    if moe:
+        experts = {"experts": moe["num_experts"], "experts_per_token": moe["num_experts_per_tok"]}
+        experts["moe_ffn"] = params["hidden_dim"]
     return ModelConfig(
-        **_read_common(params, "mistral", found),
+        **_read_common(params, "mixtral" if moe else "mistral", found),
+        **experts,
         head_dim=params.get("head_dim") or _per_head(params),
         ffn=params["hidden_dim"],
         rope_theta=float(params.get("rope_theta") or 10_000.0),
@@ -160,7 +166,10 @@ def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[s
     sizes = {"norm_eps": config.norm_epsilon, "vocab_size": config.vocab}
     if kind == "mistral":
         window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
-        own = {"head_dim": config.head_dim, "hidden_dim": config.ffn, "n_kv_heads": config.kv_heads}
+        own: dict[str, Any] = {"head_dim": config.head_dim, "hidden_dim": config.ffn, "n_kv_heads": config.kv_heads}
+        if config.experts:
+            own |= {"hidden_dim": config.moe_ffn}
+            own["moe"] = {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
         return common | own | sizes | {"rope_theta": config.rope_theta, "max_seq_len": config.max_positions} | window
     params: dict[str, Any] = common | sizes
     if config.kv_heads != config.heads:
@@ -187,7 +196,9 @@ def _refusals(config: ModelConfig, kind: str, allow_lossy: bool) -> Iterator[tup
     yield "qkv_bias", not (config.qkv_bias or config.o_bias), "attention biases"
     yield "mlp_bias", not config.mlp_bias, "MLP biases"
     yield "qk_norm", not config.qk_norm, "norms on q and k"
-    yield "experts", not config.experts, "experts"
+    yield "experts", not config.experts or (kind == "mistral" and config.family == "mixtral"), "experts"
+    yield "kv_rank", not config.kv_rank, "latent attention"
+    yield "zero_centered_norm", not config.zero_centered_norm, "zero-centered norms"
     yield "positions", config.positions == "rope", "learned positions"
     yield "normalization", config.normalization == "RMSNorm", f"a {config.normalization}"
     yield (

@@ -33,6 +33,11 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         style = ModelStyle(naming, module_order, extra_states)
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
+    if header.config.embedding_scale is not None:
+        _log.warning(
+            "the embedding is scaled by %.6g: Megatron core's GPTModel doesn't do that; build the model as Megatron-Bridge and NeMo do",
+            header.config.embedding_scale,
+        )
     return planned
 
 

@@ -27,7 +27,7 @@ DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's:
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible for a model that params.json has no words for, LayoutError for shards that can't be cut."""
     config = header.config
-    kind = options.checkpoint_type or ("mistral" if config.family == "mistral" else "meta")
+    kind = options.checkpoint_type or ("mistral" if config.family in ("mistral", "mixtral") else "meta")
     _check(kind, options)
     files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))

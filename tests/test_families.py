@@ -175,6 +175,28 @@ def test_a_stack_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert_refused(outcome, 3, name, "[4, 12, 16]", "expected [4, 16, 12]")
 
 
+# Mistral's own files.
+
+
+def test_a_mixtral_goes_to_mistrals_own_files_and_back(tmp_path: Path) -> None:
+    """Under the names of mistral-inference's modules, each head's rows in rotary pairs."""
+    hf = write_model(tmp_path / "hf", "mixtral", head_dim=4, rope_theta=1e6, sliding_window=None)
+    megaconv.convert(hf, tmp_path / "own", saver="llama_mistral")
+    params = json.loads((tmp_path / "own" / "params.json").read_text())
+    assert (params["moe"], params["hidden_dim"]) == ({"num_experts": 4, "num_experts_per_tok": 2}, 8)
+    own, theirs = weights_of(tmp_path / "own"), weights_of(hf)
+    assert own["layers.2.feed_forward.gate.weight"].equal(theirs["model.layers.2.block_sparse_moe.gate.weight"])
+    for word in ("w1", "w2", "w3"):
+        expert = theirs[f"model.layers.2.block_sparse_moe.experts.3.{word}.weight"]
+        assert own[f"layers.2.feed_forward.experts.3.{word}.weight"].equal(expert)
+    query = theirs["model.layers.0.self_attn.q_proj.weight"].reshape(4, 2, 2, 12).transpose(1, 2).reshape(16, 12)
+    assert own["layers.0.attention.wq.weight"].equal(query)
+    megaconv.convert(tmp_path / "own", tmp_path / "core", saver="core", tp=2, ep=2)
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf")
+    assert_same(tmp_path / "back", hf)
+    assert open_checkpoint(tmp_path / "own").config.family == "mixtral"
+
+
 # The original.
 
 
@@ -310,6 +332,19 @@ def test_a_gemma_is_told_by_its_arguments_alone(tmp_path: Path) -> None:
     wanted = open_checkpoint(hf).config
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     assert found == replace(wanted, **tokens)
+
+
+def test_the_scale_of_a_gemmas_embedding_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    megaconv.convert(write_model(tmp_path / "hf", "gemma"), tmp_path / "core", saver="core")
+    assert "the embedding is scaled by 3.4641: Megatron core's GPTModel doesn't do that" in caplog.text
+
+
+def test_latent_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", "deepseek_v3")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"qk_nope_head_dim": 0}))
+    outcome = run("convert", "--load-dir", hf, "--saver", "core", "--save-dir", tmp_path / "core")
+    assert_refused(outcome, 3, "latent attention can't have heads of 2, 2 of them rotating")
 
 
 def test_router_biases_stay_float32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:

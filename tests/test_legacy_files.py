@@ -372,10 +372,6 @@ TENSOR = torch.zeros(2)
     ("edit", "what"),
     [
         (lambda model: model["language_model"]["encoder"].update({"layers.0.mlp.router.weight": TENSOR}), "experts"),
-        (
-            lambda model: model["language_model"]["encoder"].update({"layers.0.layernorm_mlp.fc1_weight": TENSOR}),
-            "Transformer Engine's layers",
-        ),
     ],
 )
 def test_a_legacy_model_of_another_family_is_refused(edit: Edit, what: str, tmp_path: Path) -> None:
@@ -383,6 +379,35 @@ def test_a_legacy_model_of_another_family_is_refused(edit: Edit, what: str, tmp_
     edit_ranks(out, lambda state: edit(state["model"]))
     with pytest.raises(UnknownFamily, match=f"mp_rank_00.*a legacy model with {what}"):
         open_checkpoint(out)
+
+
+ENGINE_NAMES = {
+    "input_norm.": "self_attention.layernorm_qkv.layer_norm_",
+    "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
+    "self_attention.dense.": "self_attention.proj.",
+    "post_attention_norm.": "layernorm_mlp.layer_norm_",
+    "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
+    "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
+}
+
+
+def with_engine_names(state: dict[str, Any]) -> None:
+    """As --transformer-impl transformer_engine had it."""
+    block = state["model"]["language_model"]["encoder"]
+    for name in [name for name in block if name.startswith("layers.")]:
+        value, renamed = block.pop(name), name
+        for ours, theirs in ENGINE_NAMES.items():
+            renamed = renamed.replace(f".{ours}", f".{theirs}")
+        if not name.endswith("_extra_state"):
+            block[renamed] = value
+
+
+@pytest.mark.parametrize("name", ["legacy-gpt2-tp2pp2", "legacy-llama-tp2pp2"])
+def test_layers_of_transformer_engine_are_read_under_their_names(name: str, tmp_path: Path) -> None:
+    out = to_legacy(FIXTURES / name / "checkpoint", tmp_path / "out")
+    expected = fingerprint(out).weights
+    edit_ranks(out, with_engine_names)
+    assert fingerprint(out).weights == expected
 
 
 def test_norms_after_the_residual_are_refused(tmp_path: Path) -> None:

@@ -425,7 +425,7 @@ def test_params_of_another_model_are_refused(changes: dict[str, Any], words: lis
         ("[1]", 3, "expected a JSON object, found list"),
         ('{"dim": 64, "quantization_args": {"scheme": "int4"}}', 2, "quantized weights"),
         ('{"dim": 64, "yarn": {"factor": 16}}', 2, "yarn rope scaling"),
-        ('{"dim": 64, "moe": {"num_experts": 8}}', 2, "experts"),
+        ('{"dim": 64, "moe_args": {"num_experts": 8}}', 2, "experts"),
     ],
 )
 def test_params_that_are_no_decoders_are_refused(content: str, status: int, words: str, tmp_path: Path) -> None:
@@ -488,7 +488,8 @@ def test_a_mixtral_is_read_under_megatrons_name_for_it(tmp_path: Path) -> None:
     hf = to("hf", FIXTURES / "core-mixtral-seq-tp1ep1" / "checkpoint", tmp_path / "hf")
     core = to("core", hf, tmp_path / "core", loader="mixtral_hf", tp=2, ep=2)
     assert fingerprint(core).weights == fingerprint(hf).weights
-    refused(hf, tmp_path / "out", "llama_mistral", 2, "experts", "params.json has no place")
+    words = ("experts", "params.json has no place")
+    refused(hf, tmp_path / "out", "llama_mistral", 2, *words, options="--checkpoint-type meta")
 
 
 def test_the_command_line_says_which_side_the_type_is_of(tmp_path: Path) -> None:

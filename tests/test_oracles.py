@@ -61,8 +61,8 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp1 ep4 etp1": {"tp": 2, "pp": 1, "ep": 4, "etp": 1},
 }
 CASES = [
-    *((variant, layout) for variant in VARIANTS for layout in LAYOUTS),
-    *((variant, layout) for variant in MIXTURES for layout in EXPERT_LAYOUTS),
+    *((name, layout) for name, variant in VARIANTS.items() for layout in variant.layouts or LAYOUTS),
+    *((name, layout) for name, variant in MIXTURES.items() for layout in variant.layouts or EXPERT_LAYOUTS),
 ]
 ALL_VARIANTS = {**VARIANTS, **MIXTURES}
 ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS}

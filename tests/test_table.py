@@ -61,7 +61,7 @@ def everything(family: str, naming: str = "core") -> ModelConfig:
 
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
-    config = everything(family)
+    config = everything(family, "hf" if families()[family].hf_only else "core")
     if family == "bert":
         return [config, replace(config, post_norm=True)]
     if family == "t5":

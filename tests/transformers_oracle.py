@@ -54,6 +54,12 @@ class Variant:
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    layouts: tuple[str, ...] = ()
+    """The layouts that it is run at, where not at all of them."""
+
+
+FEW = ("tp2 pp2, layers 1+3", "tp4 pp1, release")
+ONE_WITH_EXPERTS = ("tp2 pp1 ep2",)
 
 
 def rope(theta: float, **scaling: Any) -> dict[str, Any]:
@@ -109,7 +115,7 @@ VARIANTS = {
         {"sliding_window": WINDOW, "original_max_position_embeddings": 96},
         {"no window": {"sliding_window": None}},
     ),
-    "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}),
+    "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}, FEW),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
 }
@@ -161,8 +167,12 @@ MIXTURES = {
     "deepseek_v3": Variant(
         "deepseek_v3", LATENT, {"rotary halves": {"rope_interleave": False}, "one group": {"n_group": 1, "topk_group": 1}}
     ),
-    "deepseek_v3, yarn": Variant("deepseek_v3", {**LATENT, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}),
-    "deepseek_v2": Variant("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}),
+    "deepseek_v3, yarn": Variant(
+        "deepseek_v3", {**LATENT, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}, ONE_WITH_EXPERTS
+    ),
+    "deepseek_v2": Variant(
+        "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
+    ),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 

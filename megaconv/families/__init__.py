@@ -49,7 +49,7 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-        "Llama 4 scales queries by their position and scales what goes into an expert, for which Megatron core has no layers",
+        "Llama 4 scales queries by their position, for which Megatron core has no layer",
     ),
 }
 """Architectures that we know and have no family for, with the reason."""

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1 (and Kimi K2): latent attention, dense first layers, experts routed by sigmoid, shared ones, MTP."""
+"""DeepSeek V3, R1 and all that share the class: latent attention, dense first layers, experts routed by sigmoid, shared ones, MTP."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,7 @@
 """Mixtral: Mistral's attention, and experts in every layer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megaconv.config import ModelConfig
@@ -57,7 +58,15 @@ def shared_expert_rows(fc1: str, down: str) -> tuple[Row, ...]:
 
 _EXPERT = "block_sparse_moe.experts.{e}."
 _EXPERTS = expert_rows("block_sparse_moe.gate.weight", _EXPERT + "{w1|w3}.weight", _EXPERT + "w2.weight")
-ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *_EXPERTS, *HEAD)
+_MISTRALS_OWN = {
+    "layers.{l}.mlp_norm.weight": "layers.{l}.ffn_norm.weight",
+    "layers.{l}.mlp.router.weight": "layers.{l}.feed_forward.gate.weight",
+    "layers.{l}.mlp.experts.{e}.{gate|up}.weight": "layers.{l}.feed_forward.experts.{e}.{w1|w3}.weight",
+    "layers.{l}.mlp.experts.{e}.down.weight": "layers.{l}.feed_forward.experts.{e}.w2.weight",
+}
+"""In consolidated.safetensors, as mistral-inference names its modules."""
+_OWN = tuple(replace(row, meta=_MISTRALS_OWN[row.canonical]) for row in (MOE_NORM, *_EXPERTS))
+ROWS = (EMBEDDING, *ATTENTION, *_OWN, *HEAD)
 
 _DEFAULTS = {
     "num_key_value_heads": 8,
