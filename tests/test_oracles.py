@@ -135,6 +135,8 @@ DISTRIBUTED = [
     ("mixtral", "tp1 pp1 ep1"),
     ("mixtral", "tp2 pp1 ep4 etp1"),
     ("glm4_moe", "tp1 pp2 ep2"),
+    ("deepseek_v3", "tp1 pp2 ep2"),
+    ("gemma", "tp2 pp2"),
 ]
 
 
