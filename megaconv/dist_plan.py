@@ -78,16 +78,18 @@ class GlobalModel:
     def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
         whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+        # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
+        naming, renamed = ("core_local", False) if local and config.kv_rank else ("core", local)
         natives = [
             native
-            for native in native_tensors(family(config.family).rows, config, "core", Layout(), 0, whole, padded)
+            for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if not native.tied_copy or native.alias
         ]
         stacked = config.moe_layers is None
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in natives:
-            key, place = stack(native.name, layers=stacked, local=local)
+            key, place = stack(native.name, layers=stacked, local=renamed)
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
             slots = () if native.alias else optimizer.tensors(native)
