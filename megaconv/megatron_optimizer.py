@@ -127,6 +127,8 @@ def read(
     shares = _share_out(listed, found)
     stored = buffers if isinstance(buffers, list) else [buffers] * len(listed)
     for part, share, flat in zip(listed, shares, stored, strict=True):
+        if not share:  # a rank may have an optimizer of experts and no experts
+            continue
         reader = _Part(part, share, args, pp_rank, where, result)
         if _is_distributed(part):
             reader.read_buffers(flat, gathered_elsewhere=isinstance(buffers, list) and flat is None)
@@ -139,11 +141,11 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
     """The parameters of each of several optimizers."""
     if len(listed) == 1:
         return [list(found)]
-    experts = [any(group.get("is_expert_parallel") for group in _groups(part)) for part in listed]
+    kinds = [{bool(group.get("is_expert_parallel")) for group in _groups(part)} for part in listed]
     shares = []
-    for index, of_experts in enumerate(experts):
-        share = [parameter for parameter in found if is_expert(parameter.name) == of_experts]
-        if experts.count(False) > 1 and not of_experts:  # the first chunk has an optimizer of its own
+    for index, kind in enumerate(kinds):
+        share = [parameter for parameter in found if is_expert(parameter.name) in kind]
+        if kinds.count({False}) > 1 and kind == {False}:  # the first chunk has an optimizer of its own
             share = [parameter for parameter in share if (parameter.chunk == 0) == (index == 0)]
         shares.append(share)
     return shares
@@ -151,7 +153,7 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
 
 def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
     inner = part.get("optimizer", part)
-    groups: list[dict[str, Any]] = inner["param_groups"]
+    groups: list[dict[str, Any]] = inner.get("param_groups", [])
     return groups
 
 

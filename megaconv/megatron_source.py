@@ -35,6 +35,7 @@ from megaconv.optimizer_source import (
     open_optimizers,
     optimizer_state,
     read_scheduler,
+    untrained,
 )
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars
@@ -118,9 +119,10 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
     tensors = assemble(shapes, placed, strict=False)
     if wanted and training.optimizer is not None:
+        without = untrained(placed)
         if source.dist is not None and source.dist.in_buckets:
             optimizers, placed = source.dist.open_buckets(config, written, padded, placed)
-        tensors = assemble_slots(shapes, placed, tensors)
+        tensors = assemble_slots(shapes, placed, tensors, without)
         known = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
         training = replace(training, optimizer=known)
     manifest = describe(tensors)

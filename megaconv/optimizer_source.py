@@ -1,7 +1,7 @@
 """The optimizer of a whole rank-file checkpoint as slots of canonical tensors."""
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,15 +10,16 @@ from typing import Any
 from formats import rank_files, torch_zip
 from formats.tensor import LazyTensor, Shape
 from megaconv.assembled import Assembled, Placed, assemble
-from megaconv.check import well_formed
+from megaconv.check import listing, well_formed
 from megaconv.errors import TensorMismatch
 from megaconv.ir import Key
 from megaconv.master_check import CheckedMaster
+from megaconv.megatron_names import BUFFERS
 from megaconv.megatron_optimizer import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
 from megaconv.megatron_ranks import RankId, Ranks
 from megaconv.megatron_sizes import Landmarks
 from megaconv.param_groups import group_class
-from megaconv.training import MASTER, SLOTS, OptimizerState, ParamGroup
+from megaconv.training import EXP_AVG, MASTER, SLOTS, OptimizerState, ParamGroup
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,18 @@ def open_optimizers(
     return Optimizers(by_rank)
 
 
+def untrained(placed: Iterable[Placed]) -> set[str]:
+    """Canonical names of tensors that no optimizer trains."""
+    return {name for item in placed if item.native.name.endswith(BUFFERS) for name in item.native.parts}
+
+
 def assemble_slots(
-    shapes: Mapping[str, Shape], placed: Sequence[Placed], weights: Mapping[Key, LazyTensor]
+    shapes: Mapping[str, Shape], placed: Sequence[Placed], weights: Mapping[Key, LazyTensor], without: Collection[str]
 ) -> dict[Key, LazyTensor]:
-    """Every weight with the optimizer's tensors behind it. Masters are compared with their weights when they are read."""
+    """Every weight with the optimizer's tensors behind it. Masters are compared with their weights when they are read.
+
+    without: the names of weights that have none. Raises TensorMismatch where others have none, or a part only.
+    """
     slots: dict[Key, LazyTensor] = {}
     for slot in SLOTS:
         slots |= assemble(
@@ -91,6 +100,9 @@ def assemble_slots(
         boxes = [part.region.box for part in tensor.parts]
         if sum(box.rows * box.cols for box in boxes) != prod(tensor.shape):
             raise TensorMismatch(f"{key}: the rank files hold a part of it only; {WITHOUT}")
+    forgotten = [key.name for key in weights if key.name not in without and Key(key.name, EXP_AVG) not in slots]
+    if forgotten:
+        raise TensorMismatch(f"the optimizer has no state of {listing(forgotten)}; {WITHOUT}")
     ordered: dict[Key, LazyTensor] = {}
     for key, weight in weights.items():
         ordered[key] = weight

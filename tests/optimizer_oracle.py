@@ -33,7 +33,7 @@ from tests.megatron_oracle import (
 if TYPE_CHECKING:
     import torch
 
-SECONDS = 240
+SECONDS = 600
 
 
 def step(jobs: list[tuple[Path, Path]], directory: Path) -> None:

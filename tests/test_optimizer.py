@@ -329,6 +329,32 @@ def test_groups_in_another_order_are_told_apart_by_their_values(plain: Path, tie
     assert prints(plain) == prints(tied)
 
 
+def test_a_learning_rate_of_their_own_for_embedding_and_head_goes_along(
+    plain: Path, tied: Path, tmp_path: Path
+) -> None:
+    """Of core 0.6 to 0.15, which says so; 0.16 tells it by max_lr, and has that group before the one without decay."""
+
+    def apart(state: dict[str, Any]) -> None:
+        groups, masters = state["optimizer"]["optimizer"]["param_groups"], state["optimizer"]["fp32_from_fp16_params"]
+        own = {**groups[0], "params": groups[0]["params"][:1], "is_decoupled_lr": True, "max_lr": 0.05, "min_lr": 0.01}
+        groups[0]["params"] = groups[0]["params"][1:]
+        groups.append(own)
+        masters.append([masters[0].pop(0)])
+
+    edit(plain, apart)
+    assert prints(plain) == prints(tied)
+    megaconv.convert(plain, tmp_path / "out", saver="core", tp=2, pp=2)
+    for rank, counts in {"mp_rank_00_000": [8, 1, 4], "mp_rank_01_001": [8, 1, 5]}.items():
+        (file,) = (tmp_path / "out").glob(f"*/{rank}/model_optim_rng.pt")
+        groups = load(file)["optimizer"]["optimizer"]["param_groups"]
+        assert [(group["wd_mult"], group["max_lr"], group["default_config"]) for group in groups] == [
+            (1.0, 0.01, True), (1.0, 0.05, False), (0.0, 0.01, True),
+        ]  # fmt: skip
+        assert [len(group["params"]) for group in groups] == counts
+        assert [number for group in groups for number in group["params"]] == list(range(sum(counts)))
+    assert prints(tmp_path / "out") == prints(tied)
+
+
 def test_buckets_of_core_0_6_are_read_with_their_padding(distributed: Path, tied: Path) -> None:
     """Parameters side by side, a bucket a tensor, its end filled up."""
     (file,) = distributed.glob("*/mp_rank_00/distrib_optim.pt")
