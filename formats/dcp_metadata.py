@@ -74,10 +74,10 @@ def read(path: Path) -> DcpMetadata:
         content = path.read_bytes()
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
-    state = _attributes(pickle_guard.load(content, source=str(path)))
+    top = pickle_guard.load(content, source=str(path))
     try:
-        return _parse(path, state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _parse(path, _attributes(top))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"({type(error).__name__}: {error})"
         raise CorruptCheckpoint(f"{path}: is no metadata of a distributed checkpoint {what}; save it again") from error
 
@@ -104,9 +104,7 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
 def _attributes(value: object) -> Mapping[str, Any]:
     state = value.state if isinstance(value, Opaque) else None
     if not isinstance(state, dict):
-        raise CorruptCheckpoint(
-            f"a distributed checkpoint's {METADATA_NAME} holds {value!r:.80} where a record should be"
-        )
+        raise ValueError(f"{value!r:.80} where a record should be")
     return state
 
 

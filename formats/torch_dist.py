@@ -11,7 +11,8 @@ megatron/core/dist_checkpointing of Megatron core 0.9 to 0.19.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,18 +136,13 @@ class Envelope:
         return found
 
 
-class _about:  # noqa: N801
+@contextmanager
+def _about(key: str) -> Iterator[None]:
     """Puts a tensor's name before the message of an error."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CheckpointError):
-            raise type(error)(f"{self._key}: {error}") from error
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def format_json(backend: str) -> bytes:

@@ -302,8 +302,8 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
-    assert list(document["loaders"]) == ["core", "legacy", "hf", "llama_mistral", "mixtral_hf"]
-    assert list(document["savers"]) == ["core", "legacy", "hf", "llama_mistral"]
+    assert list(document["loaders"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf"]
+    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral"]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
     shown = run("formats").out
     assert all(word in shown for word in ("loaders", "savers", "families", "MistralForCausalLM"))
@@ -545,7 +545,7 @@ def test_a_usage_error_ends_with_status_2(hf: Path, tmp_path: Path) -> None:
         run("convert", "--load-dir", hf, "--saver", "zip", "--save-dir", tmp_path / "out"),
         2,
         "no saver is called 'zip'",
-        "core, legacy, hf",
+        "core, legacy, dcp, hf",
     )
     assert_refused(run("inspect", tmp_path / "nothing"), 2, "no such file or directory")
     assert_refused(run("inspect", tmp_path), 2, "no checkpoint that we know")

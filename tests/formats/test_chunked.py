@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.chunked import Chunk, ChunkedTensor, joined, require_cover
@@ -71,6 +71,7 @@ def read(tensor: ChunkedTensor, box: Box | None = None) -> np.ndarray[Any, Any]:
     return out.view(np.int32)
 
 
+@settings(deadline=None)
 @given(chunked(), st.data())
 def test_any_rectangle_of_any_chunks_is_read(case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject) -> None:
     array, boxes = case
@@ -82,6 +83,7 @@ def test_any_rectangle_of_any_chunks_is_read(case: tuple[np.ndarray[Any, Any], B
     assert np.array_equal(found, matrix[row0:row1, col0:col1])
 
 
+@settings(deadline=None)
 @given(chunked())
 def test_taken_apart_along_its_first_axes_a_tensor_keeps_its_elements(case: tuple[np.ndarray[Any, Any], Boxes]) -> None:
     array, boxes = case
@@ -94,6 +96,7 @@ def test_taken_apart_along_its_first_axes_a_tensor_keeps_its_elements(case: tupl
             assert np.array_equal(read(found), expected.reshape(matrix_shape(expected.shape)))
 
 
+@settings(deadline=None)
 @given(chunked())
 def test_a_chunk_that_is_missing_doubled_or_moved_is_noticed(case: tuple[np.ndarray[Any, Any], Boxes]) -> None:
     array, boxes = case

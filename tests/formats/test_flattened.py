@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats import safetensors, torch_dist
@@ -40,6 +40,7 @@ def test_megatrons_flattened_optimizer_state_is_read_bit_for_bit(name: str) -> N
                 assert np.array_equal(read_tensor(found), read_tensor(wanted)), (key, layer)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data()
 )  # (shards, size of one) per axis
