@@ -18,7 +18,7 @@ WITHOUT_EFFECT = {
     "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "deterministic_mode": 0, "dist_ckpt_strictness": 1,
     "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "log_params_norm": 0, "log_throughput": 0,
     "log_timers_to_tensorboard": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0, "no_masked_softmax_fusion": 0,
-    "no_persist_layer_norm": 0, "no_rope_fusion": 0, "no_save_rng": 0, "tensorboard_queue_size": 1, "transformer_impl": 1,
+    "no_persist_layer_norm": 0, "no_rope_fusion": 0, "no_save_rng": 0, "tensorboard_queue_size": 1,
     "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
 }  # fmt: skip
 """Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
@@ -145,9 +145,11 @@ def _take_without_effect(rest: list[str]) -> list[str]:
     return ignored
 
 
-def _require_only(name: str, value: object) -> None:
+def _require_only(name: str, value: object, where: str = "") -> None:
     if str(value) != NOT_YET[name]:
-        raise UsageError(f"--{name.replace('_', '-')} {value} is not available; leave it out, or give {NOT_YET[name]}")
+        raise UsageError(
+            f"{where}--{name.replace('_', '-')} {value} is not available; leave it out, or give {NOT_YET[name]}"
+        )
 
 
 def _unknown(word: str) -> str:
@@ -176,7 +178,7 @@ def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
         if name in WITHOUT_EFFECT:
             ignored.append(f"{path}: {key}")
         elif name in NOT_YET:
-            _require_only(name, value)
+            _require_only(name, value, f"{path}: ")
         elif name not in hints:
             raise UsageError(f"{path}: {_unknown('--' + name.replace('_', '-'))}")
         elif value is not None:
@@ -205,3 +207,17 @@ def _convert(path: str, name: str, value: Any, hint: Any) -> Any:
     if choices and found not in choices:
         raise UsageError(f"{path}: {name}: choose one of {', '.join(choices)}; found {value!r:.60}")
     return found
+
+
+def flag_table() -> str:
+    """All flags as Markdown, for docs/trainer-flags.md."""
+    lines = []
+    for kind in subjects().values():
+        lines += ["", f"## {kind.__doc__}", "", "| flag | | default |", "|---|---|---|"]
+        for name in kind.__dataclass_fields__:
+            item = flags()[name][1]
+            words = " · ".join(f"`{word}`" for word in item.metadata["choices"])
+            text = item.metadata["help"].replace("|", "\\|") + (f" ({words})" if words else "")
+            default = "" if item.default in (None, False) else f"`{item.default}`"
+            lines.append(f"| `--{name.replace('_', '-')}` | {text} | {default} |")
+    return "\n".join(lines) + "\n"

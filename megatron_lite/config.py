@@ -164,7 +164,8 @@ class Data:
     mock_data: bool = flag(False, "random tokens")
     tokenizer_type: str | None = flag(None, "kind of tokenizer")
     tokenizer_model: str | None = flag(None, "the tokenizer's file or directory (the checkpoint's)")
-    num_workers: int = flag(2, "threads that prepare samples")
+    vocab_file: str | None = flag(None, "vocabulary of a GPT-2 or BERT tokenizer")
+    merge_file: str | None = flag(None, "merges of a GPT-2 tokenizer")
     reset_position_ids: bool = flag(False, "positions begin anew with each document")
     reset_attention_mask: bool = flag(False, "documents don't see each other")
     eod_mask_loss: bool = flag(False, "no loss on the ends of documents")
@@ -180,6 +181,11 @@ class Checkpointing:
     resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as told")
     keep_last: int | None = flag(None, "keep this many checkpoints, remove older ones")
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
+    transformer_impl: str = flag(
+        "transformer_engine",
+        "whose modules (their _extra_state) a checkpoint lists",
+        choices=("transformer_engine", "local"),
+    )
     async_save: bool = flag(False, "write while training goes on")
     no_save_optim: bool = flag(False, "save no optimizer state")
     no_load_optim: bool = flag(False, "load no optimizer state")

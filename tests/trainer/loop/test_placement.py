@@ -1,6 +1,7 @@
 """Where tensors and runs of their elements lie in a torch_dist checkpoint."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaconv.config import ModelConfig
-from megaconv.layout import Layout, split_layers, LayerSplit
+from megaconv.layout import LayerSplit, Layout, split_layers
 from megatron_lite.placement import flat_shards, places, shards
 
 CONFIG = ModelConfig(
     family="llama", layers=4, hidden=8, heads=4, kv_heads=2, head_dim=4, ffn=12, vocab=30, max_positions=16,
     norm_epsilon=1e-5, rope_theta=1e4,
 )  # fmt: skip
-
-
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)])
@@ -67,7 +66,7 @@ def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.Dat
     for shard in shards(place, local.view(place.local)):
         expected[tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))] = shard.tensor
     found_blocks = torch.full_like(expected, -1.0)
-    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, end in pairwise(cuts):
         for shard in flat_shards(place, place.key, local[start:end], start, end):
             index = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))
             assert (found_blocks[index] == -1).all()
