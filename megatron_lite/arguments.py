@@ -5,6 +5,7 @@ import difflib
 import types
 from collections.abc import Callable
 from dataclasses import Field
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -84,6 +85,7 @@ DESCRIPTIONS = {
 }
 
 
+@cache
 def type_hints() -> dict[str, Any]:
     """The type of every setting, without its `| None`."""
     found = {}

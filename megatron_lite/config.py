@@ -5,6 +5,7 @@ A class's docstring is the heading under which `--help` lists its flags.
 """
 
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 
@@ -221,11 +222,13 @@ class Settings:
     given: frozenset[str] = frozenset()
 
 
+@cache
 def subjects() -> dict[str, Any]:
     """The classes above by the name of their field in Settings, in the order of `--help`."""
     return {item.name: type(item.default) for item in fields(Settings) if item.name != "given"}
 
 
+@cache
 def flags() -> dict[str, tuple[str, Field[Any]]]:
     """Every setting -> (subject, its field)."""
     found = {item.name: (name, item) for name, kind in subjects().items() for item in fields(kind)}

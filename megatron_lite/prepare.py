@@ -166,7 +166,7 @@ def _introduce(run: Run, start: Start | None) -> None:
     parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
     assert run.engine.optimizer is not None
     model = f"{run.config.family}, {run.config.layers} layers of {run.config.hidden}, {run.engine.options.dtype}"
-    per_parameter = f"{run.engine.optimizer.bytes_per_parameter():.2f} bytes each with gradients and optimizer"
+    per_parameter = f"{run.engine.optimizer.bytes_per_parameter(sizes.dp):.2f} bytes each with gradients and optimizer"
     run.say(f"{model}; {sizes.layout}, DP {sizes.dp}; {parameters:,} parameters on this rank, {per_parameter}")
     if start is not None:
         optimizer = "with" if start.with_optimizer else "without"

@@ -6,27 +6,22 @@ Every rank reads its own rectangles of canonical tensors, so that the layout of 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from formats.tensor import ITEMSIZE, Box, LazyTensor, matrix_shape
+from formats.tensor import Box, LazyTensor, matrix_shape
 from megaconv.config import ModelConfig
 from megaconv.conversion import open_source
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families import family
 from megaconv.ir import WEIGHT, Header, Key
-from megaconv.layout import padded_vocab
 from megaconv.options import LoadOptions
-from megaconv.table import NativeTensor, native_tensors
+from megaconv.table import NativeTensor
 from megatron_lite.checkpoint import has_checkpoint
 from megatron_lite.config import Settings
 from megatron_lite.engine import Engine
-from megatron_lite.snapshot import NAMING
 from megatron_lite.training_state import Progress, read_common, read_dropouts, read_progress
-from megatron_lite.weights import load_weights
+from megatron_lite.weights import load_weights, read
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     has_slots = any(key.slot != WEIGHT for key in tensors)
     with_optimizer = continued and has_slots and not settings.checkpointing.no_load_optim
     if not with_optimizer:
-        progress = replace(progress, optimizer=None)
+        progress = replace(progress, engine=None)
     return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files)
 
 
@@ -77,28 +72,19 @@ def load(engine: Engine, start: Start) -> None:
     """Weights, and the optimizer's state where it is wanted. Raises TensorMismatch."""
     weights = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
     load_weights(engine, weights)
-    engine.step = start.progress.engine_step
     if engine.optimizer is None or not start.with_optimizer:
         return
-    natives = [dict(_natives(engine, number)) for number in range(len(engine.grid.chunks()))]
     for owned in engine.optimizer.ranges():
-        native = natives[owned.chunk][owned.name]
+        native = owned.info.native
         for slot, flat in owned.tensors.items():
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
             if slot == "master" and not any(tensors.values()):
                 continue  # an fp32 run's weights are its masters
             flat.copy_(_read_range(native, slot, tensors, owned.start, owned.end))
     engine.optimizer.weights_from_masters()
-    if start.progress.optimizer is not None:
-        engine.optimizer.load_state({**engine.optimizer.state(), **start.progress.optimizer})
-
-
-def _natives(engine: Engine, number: int) -> list[tuple[str, NativeTensor]]:
-    config, grid = engine.config, engine.grid
-    rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    chunk = grid.chunks()[number]
-    found = native_tensors(family(config.family).rows, config, NAMING, grid.layout, grid.tp_rank, chunk, rows)
-    return [(native.name, native) for native in found]
+    if start.progress.engine is not None:
+        fresh, found = engine.state(), start.progress.engine
+        engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
 
 
 def _read_range(
@@ -120,13 +106,5 @@ def _read_range(
                 top = region.box.row0 + row0 - region.row
                 box = Box(top, top + row1 - row0, region.box.col0, region.box.col1)
                 into = out[row0 - first : row1 - first, region.col : region.col + region.box.cols]
-                into.copy_(_read(tensor, box))
+                into.copy_(read(tensor, box))
     return out.reshape(-1)[start - first * cols : end - first * cols]
-
-
-def _read(tensor: LazyTensor, box: Box) -> Tensor:
-    content = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
-    tensor.read_into(box, content)
-    values: Any = torch.from_numpy(content.reshape(-1)).view(getattr(torch, tensor.dtype))
-    read: Tensor = values.view(box.rows, box.cols)
-    return read

@@ -127,15 +127,13 @@ def _check(run: Run, report: StepReport) -> None:
 
 def _advance(run: Run, report: StepReport, size: int) -> None:
     progress, tokens = run.progress, size * run.sizes.seq
-    assert run.engine.optimizer is not None
     run.progress = replace(
         progress,
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + size,
         scheduled_samples=progress.scheduled_samples + (0 if report.skipped else size),
-        engine_step=run.engine.step,
         flops=progress.flops + tokens * run.meter.flops,
-        optimizer=run.engine.optimizer.state(),
+        engine=run.engine.state(),
     )
     run.skipped += report.skipped
     run.meter.add(size, tokens)

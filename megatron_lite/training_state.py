@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
+from formats.tensor import read_tensor
 from megaconv.config import ModelConfig
 from megaconv.ir import TrainingState
 from megaconv.layout import padded_vocab
@@ -31,11 +34,14 @@ class Progress:
     scheduled_samples: int = 0
     """Those of steps that weren't skipped: where the learning rate is."""
     consumed_valid_samples: int = 0
-    engine_step: int = 0
-    """Steps made, skipped ones too: seeds dropout."""
     flops: float = 0.0
-    optimizer: Mapping[str, Any] | None = None
-    """As zero.Optimizer.state() gives it; None: a fresh one."""
+    engine: Mapping[str, Any] | None = None
+    """As Engine.state() gives it: updates done, loss scale; None: a fresh optimizer."""
+
+    @property
+    def updates(self) -> int:
+        """The optimizer's step."""
+        return int(self.engine["optimizer"].get("steps", 0)) if self.engine else 0
 
 
 def common_state(
@@ -76,7 +82,7 @@ def common_state(
     if with_optimizer:
         state["optimizer"] = {
             "optimizer": {"param_groups": param_groups(settings, progress, rates)},
-            **_grad_scaler(progress),
+            **_grad_scaler(config, progress),
         }
     return state
 
@@ -95,28 +101,36 @@ def _plain_settings(settings: Settings) -> dict[str, Any]:
 def param_groups(settings: Settings, progress: Progress, rates: tuple[float, float]) -> list[dict[str, Any]]:
     """The two groups that Megatron has: with weight decay, and without (norms and biases)."""
     lr, decay = rates
-    step = int((progress.optimizer or {}).get("step", 0))
     shared = {
         "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": settings.optimizer.lr, "min_lr": settings.optimizer.min_lr, "lr": lr,
         "bias_correction": True, "betas": (settings.optimizer.adam_beta1, settings.optimizer.adam_beta2),
         "eps": settings.optimizer.adam_eps,
     }  # fmt: skip
     return [
-        {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult, "step": step}
+        {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult, "step": progress.updates}
         for wd_mult in (1.0, 0.0)
     ]  # fmt: skip
 
 
-def _grad_scaler(progress: Progress) -> dict[str, Any]:
-    state = progress.optimizer or {}
-    if "loss_scale" not in state:
+def _grad_scaler(config: ModelConfig, progress: Progress) -> dict[str, Any]:
+    """fp16's loss scale, as Megatron's dynamic scaler writes it."""
+    if config.dtype != "float16" or progress.engine is None:
         return {}
-    return {
-        "grad_scaler": {
-            "scale": float(state["loss_scale"]),
-            **{k: v for k, v in state.items() if k.endswith("_tracker")},
-        }
-    }
+    import torch
+
+    scaler = progress.engine["scaler"]
+    trackers = {"growth_tracker": scaler["good_steps"], "hysteresis_tracker": scaler["overflows_left"]}
+    return {"grad_scaler": {"scale": torch.tensor([float(scaler["scale"])]), **trackers}}
+
+
+def _read_grad_scaler(optimizer: Any) -> dict[str, Any]:
+    """The way back; empty where there is none, or a constant one."""
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    if not scaler or "scale" not in scaler:
+        return {}
+    scale = float(read_tensor(scaler["scale"]).view(np.float32)[0, 0])
+    left = scaler.get("hysteresis_tracker", 1)
+    return {"scale": scale, "good_steps": scaler.get("growth_tracker", 0), "overflows_left": left}
 
 
 def read_common(path: Path) -> Mapping[str, Any] | None:
@@ -145,9 +159,10 @@ def read_progress(common: Mapping[str, Any]) -> Progress:
     scheduler = common.get("opt_param_scheduler") or {}
     step = _step(common.get("optimizer"))
     iteration = common.get("iteration", 0)
+    engine = {"step": iteration, "optimizer": {"steps": step or iteration}, "scaler": _read_grad_scaler(common.get("optimizer"))}
     return Progress(
         iteration, consumed, scheduler.get("num_steps", consumed), getattr(args, "consumed_valid_samples", None) or 0,
-        iteration, float(common.get("num_floating_point_operations_so_far", 0)), {"step": step or iteration},
+        float(common.get("num_floating_point_operations_so_far", 0)), engine,
     )  # fmt: skip
 
 

@@ -73,14 +73,18 @@ def test_the_batch_grows_as_megatron_cores_does() -> None:
         ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01 has to lie between 0 and --lr 0.001"),
         ({"lr": 1e-3, "lr_warmup_iters": 20}, "the warm-up of 80 samples has to end before the decay of 80"),
         ({"lr": 1e-3, "lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters"),
-        ({"lr": 1e-3, "weight_decay_incr_style": "linear"}, "needs --start-weight-decay"),
-        ({"lr": 1e-3, "start_weight_decay": 0.1}, "need --weight-decay-incr-style"),
     ],
 )
 def test_lengths_that_contradict_each_other_are_refused(flags: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         learning_rate(Optimizer(**flags), Training(train_iters=20), 4)
-        weight_decay(Optimizer(**flags), 80)
+
+
+def test_a_weight_decay_that_grows_needs_both_ends() -> None:
+    with pytest.raises(UsageError, match="needs --start-weight-decay"):
+        weight_decay(Optimizer(weight_decay_incr_style="linear"), 80)
+    with pytest.raises(UsageError, match="need --weight-decay-incr-style"):
+        weight_decay(Optimizer(start_weight_decay=0.1), 80)
 
 
 def test_samples_count_where_the_run_is_told_in_samples() -> None:
