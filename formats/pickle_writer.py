@@ -11,7 +11,7 @@ from math import prod
 from struct import pack
 from typing import Any
 
-from formats.pickle_records import STORAGE_DTYPES, TorchDtype
+from formats.pickle_records import STORAGE_DTYPES, Opaque, TorchDtype
 from formats.tensor import ITEMSIZE, Shape, byte_count
 
 _TYPED_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if dtype in ITEMSIZE and "Untyped" not in name}
@@ -29,7 +29,8 @@ class Placeholder:
 def dumps(value: object) -> tuple[bytes, dict[str, Placeholder]]:
     """The pickle of value, and its tensors by storage name ("0", "1" … in the order in which they were met).
 
-    value: None, bool, int, float, str, tuple, list, dict, OrderedDict, argparse.Namespace, TorchDtype, Placeholder.
+    value: None, bool, int, float, str, tuple, list, dict, OrderedDict, argparse.Namespace, TorchDtype, Placeholder, Opaque.
+    An Opaque is what it was read from: a call with its args, or without args an object that is given its state.
     Raises TypeError for anything else (subclasses too), ValueError for a key that two placeholders share.
     """
     writer = _Writer()
@@ -109,6 +110,14 @@ class _Writer:
         self.write(vars(value))
         self.out.append(b"b")
 
+    def opaque(self, value: Opaque) -> None:
+        self.name(value.module, value.name)
+        self.write(value.args)
+        self.out.append(b"R" if value.args else b"\x81")
+        if value.state is not None:
+            self.write(value.state)
+            self.out.append(b"b")
+
     def dtype(self, value: TorchDtype) -> None:
         self.name("torch", _known(value.name))
 
@@ -180,5 +189,5 @@ def _float(writer: _Writer, value: float) -> None:
 _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _plain(b"N"), bool: _bool, int: _Writer.integer, float: _float, str: _Writer.text,
     tuple: _Writer.sequence, list: _list, dict: _dict, OrderedDict: _Writer.ordered_dict,
-    Namespace: _Writer.namespace, TorchDtype: _Writer.dtype, Placeholder: _Writer.tensor,
+    Namespace: _Writer.namespace, TorchDtype: _Writer.dtype, Placeholder: _Writer.tensor, Opaque: _Writer.opaque,
 }  # fmt: skip

@@ -38,13 +38,29 @@ def read(path: Path) -> dict[str, FileTensor]:
         raise CorruptCheckpoint(f"{path}: is not a valid safetensors file ({error})") from error
 
 
-def _parse(file: InputFile) -> dict[str, FileTensor]:
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says in `__metadata__`. Raises CorruptCheckpoint for a header that can't be read."""
+    file = InputFile.open(path)
+    try:
+        said = _header(file)[0].get("__metadata__") or {}
+        return {str(name): str(text) for name, text in said.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is not a valid safetensors file ({error})") from error
+
+
+def _header(file: InputFile) -> tuple[dict[str, Any], int]:
+    """(the JSON header, its length)."""
     length = int.from_bytes(file.read(0, 8), "little")
     if length > MAX_HEADER_BYTES or 8 + length > file.size:
         if file.read(0, min(file.size, 20)).startswith(b"version https://git"):
             raise ValueError("it is a Git LFS pointer; run `git lfs pull` to get the file itself")
         raise ValueError(f"a header of {length} bytes was announced, the file has {file.size}; is it complete?")
-    header = json.loads(file.read(8, length), object_pairs_hook=_unique)
+    header: dict[str, Any] = json.loads(file.read(8, length), object_pairs_hook=_unique)
+    return header, length
+
+
+def _parse(file: InputFile) -> dict[str, FileTensor]:
+    header, length = _header(file)
     header.pop("__metadata__", None)
     start = 8 + length
     tensors = {name: _tensor(file, start, name, entry) for name, entry in header.items()}

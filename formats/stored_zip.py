@@ -8,6 +8,8 @@ a multiple of 64; the padding is an extra field, as in torch. What 32 bits can't
 Format: PKWARE's APPNOTE.TXT 6.3, sections 4.3 to 4.5.
 """
 
+import io
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import NamedTuple
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from formats.errors import CorruptCheckpoint
-from formats.tensor import InputFile
+from formats.tensor import Bytes, InputFile
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -41,33 +43,62 @@ class Member(NamedTuple):
     crc: int
 
 
-def read_directory(file: InputFile) -> dict[str, Member]:
-    """The members of an archive by name, folders left out.
+class _Window(io.RawIOBase):
+    """A range of a file, as ZipFile wants to see an archive."""
+
+    def __init__(self, file: InputFile, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        if self._position < 0:
+            raise ValueError("a place before the start of the archive")
+        return self._position
+
+    def readinto(self, out: Bytes) -> int:  # type: ignore[override]
+        count = min(len(out), self._nbytes - self._position)
+        if count <= 0:
+            return 0
+        out[:count] = self._file.read(self._start + self._position, count)
+        self._position += count
+        return count
+
+
+def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -> dict[str, Member]:
+    """The members of an archive by name, folders left out. Offsets are the file's.
+
+    start, nbytes: where in the file the archive lies; the whole file unless said.
 
     Raises CorruptCheckpoint for what no writer of checkpoints makes: compression, encryption, names that occur twice or
     lead out of the archive, members that overlap, a directory that contradicts the local headers.
     """
     try:
-        with ZipFile(file.path) as archive:
-            infos, end = archive.infolist(), archive.start_dir
+        with ZipFile(_Window(file, start, file.size - start if nbytes is None else nbytes)) as archive:
+            infos, end = archive.infolist(), start + archive.start_dir
     except (BadZipFile, NotImplementedError, EOFError, OSError, OverflowError, ValueError, struct.error) as error:
         raise CorruptCheckpoint(
             f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again"
         ) from error
     members: dict[str, Member] = {}
     for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):
-        member = _locate(file, info)
+        member = _locate(file, info, start)
         if member.offset + member.nbytes > end:
             raise CorruptCheckpoint(f"{file.path}: the record {info.orig_filename!r} overlaps another; copy it again")
         if info.orig_filename in members:
             raise CorruptCheckpoint(f"{file.path}: has two records called {info.orig_filename!r}; it was tampered with")
         members[info.orig_filename] = member
-        end = info.header_offset
+        end = start + info.header_offset
     return {name: member for name, member in reversed(members.items()) if not name.endswith("/")}
 
 
-def _locate(file: InputFile, info: ZipInfo) -> Member:
-    """A member whose two descriptions agree."""
+def _locate(file: InputFile, info: ZipInfo, start: int) -> Member:
+    """A member whose two descriptions agree. start: of the archive."""
     name, what = info.orig_filename, f"{file.path}: the record {info.orig_filename!r}"
     parts = name.removesuffix("/").split("/")
     drive = len(parts[0]) == 2 and parts[0].endswith(":")
@@ -78,13 +109,14 @@ def _locate(file: InputFile, info: ZipInfo) -> Member:
     if info.compress_type or info.file_size != info.compress_size:
         raise CorruptCheckpoint(f"{what} is compressed; use torch.save on a state_dict(), or `zip -0 -r`")
     raw_name = name.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
-    header = file.read(info.header_offset, _LOCAL.size + len(raw_name))
+    place = start + info.header_offset
+    header = file.read(place, _LOCAL.size + len(raw_name))
     signature, _, flags, method, _, _, crc, packed, unpacked, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     described = flags & _DESCRIPTOR_FOLLOWS or (crc == info.CRC and {packed, unpacked} <= {info.file_size, _FULL})
     same_name = name_bytes == len(raw_name) and header[_LOCAL.size :] == raw_name
     if signature != b"PK\3\4" or not same_name or not described or method or flags & _ENCRYPTED:
         raise CorruptCheckpoint(f"{what} is described in two ways that differ; copy or save the file again")
-    return Member(info.header_offset + _LOCAL.size + name_bytes + extra_bytes, info.file_size, info.CRC)
+    return Member(place + _LOCAL.size + name_bytes + extra_bytes, info.file_size, info.CRC)
 
 
 @dataclass(frozen=True)

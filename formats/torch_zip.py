@@ -27,7 +27,7 @@ from formats.stored_zip import Member, PlannedMember, directory, local_header, p
 from formats.tensor import InputFile, byte_count
 from formats.torch_storage import Storage, StorageId, lazy_tensor
 
-__all__ = ["Placeholder", "TorchZipLayout", "plan", "read"]
+__all__ = ["Placeholder", "TorchZipLayout", "plan", "read", "read_at"]
 
 
 def read(path: Path) -> object:
@@ -43,6 +43,11 @@ def read(path: Path) -> object:
         file.close()
 
 
+def read_at(file: InputFile, start: int, nbytes: int) -> object:
+    """The object in a torch file that is a range of another file. Raises as `read` does."""
+    return _read_zip(file, start, nbytes)
+
+
 def _read(file: InputFile) -> object:
     start = file.read(0, min(file.size, 64))
     if start.startswith(b"PK\3\4"):
@@ -55,8 +60,8 @@ def _read(file: InputFile) -> object:
     raise CorruptCheckpoint(f"{file.path}: is {what}; copy it again if it should be one")
 
 
-def _read_zip(file: InputFile) -> object:
-    records = read_directory(file)
+def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> object:
+    records = read_directory(file, start, nbytes)
     root = _root(file, records)
     if f"{root}/byteorder" in records and _content(file, records[f"{root}/byteorder"]) != b"little":
         raise CorruptCheckpoint(f"{file.path}: was written on a big-endian machine; load and save it on another one")

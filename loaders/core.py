@@ -1,8 +1,9 @@
-"""Megatron core in `torch` format: rank directories, any tensor, pipeline and virtual-pipeline parallel layout."""
+"""Megatron core in any format: rank directories (`torch`), `torch_dist`, `zarr`; any parallel layout."""
 
 from pathlib import Path
 
 from formats import rank_files
+from megaconv.dist_source import find_dist, open_dist
 from megaconv.ir import OpenedSource
 from megaconv.megatron_names import describe_naming, naming_of
 from megaconv.megatron_ranks import holds_legacy
@@ -10,16 +11,22 @@ from megaconv.megatron_sizes import CORE
 from megaconv.megatron_source import Dialect, open_model, open_ranks
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "Megatron core, torch format: iter_*/mp_rank_*/model_optim_rng.pt"
+DESCRIPTION = "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr"
 
 
 def detect(path: Path) -> bool:
     version = rank_files.find_version(path)
-    return version is not None and rank_files.is_rank_files(version) and not holds_legacy(version)
+    if version is not None and rank_files.is_rank_files(version):
+        return not holds_legacy(version)
+    return find_dist(path) is not None
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family."""
-    source = open_ranks(path, options, legacy=False)
+    distributed = find_dist(path) is not None
+    source, ckpt_format = (
+        open_dist(path, options) if distributed else (open_ranks(path, options, legacy=False), "torch")
+    )
     naming = naming_of([name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk])
-    return open_model(source, options, Dialect(CORE, naming, f"core, torch format, {describe_naming(naming)}"))
+    described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
+    return open_model(source, options, Dialect(CORE, naming, described), by_args=distributed)

@@ -1,22 +1,17 @@
 """Hugging Face directories: config.json, and weights in safetensors or torch `.bin` files, single or sharded."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
-from megaconv.assembled import Placed, assemble
-from megaconv.check import same_names
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.hf_config import CONFIG_NAME
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.layout import Chunk, Layout
 from megaconv.options import LoadOptions
 from megaconv.sidecars import find_sidecars
-from megaconv.table import canonical_shapes, native_tensors
-from megaconv.weight_files import read_file, read_sharded
+from megaconv.weight_files import read_file, read_sharded, whole_model
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
 
@@ -41,21 +36,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
         }
-    found = {
-        name: tensor
-        for name, tensor in found.items()
-        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
-    }
-    layers = min(config.layers, len(found) + 1)  # of more layers some have to be missing
-    whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
-    natives = [
-        native
-        for native in native_tensors(family.rows, config, "hf", Layout(), 0, whole, config.vocab)
-        if not native.tied_copy or native.name in found
-    ]
-    same_names([native.name for native in natives], found, weights.name)
-    placed = [Placed(native, found[native.name], weights.name) for native in natives]
-    tensors = assemble(canonical_shapes(family.rows, config), placed, strict=True)
+    tensors = whole_model(family, config, "hf", found, weights.name)
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),

@@ -76,6 +76,7 @@ def convert(
     true_vocab_size: TrueVocab = None,
     checkpoint_type: opt.CheckpointType = None,
     max_shard_size: opt.MaxShardSize = "5GB",
+    dist_files: opt.DistFiles = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
     max_memory: opt.MaxMemory = "256MiB",
@@ -105,7 +106,7 @@ def convert(
     save = SaveOptions(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
-        vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format,
+        vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type,
     )  # fmt: skip
     options = ConvertOptions(

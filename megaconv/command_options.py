@@ -79,7 +79,9 @@ LayoutString = Annotated[
     typer.Option("--pipeline-model-parallel-layout", help="Megatron's layout string: 'Et*3|(tt|)*2,tL'."),
 ]
 
-CkptFormat = Annotated[str, typer.Option("--ckpt-format", help="Format of a Megatron output: torch.")]
+CkptFormat = Annotated[
+    str, typer.Option("--ckpt-format", help="Format of a Megatron core output: torch, torch_dist or zarr.")
+]
 TransformerImpl = Annotated[
     str,
     typer.Option(
@@ -116,6 +118,14 @@ CheckpointType = Annotated[
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
+DistFiles = Annotated[
+    int | None,
+    typer.Option(
+        "--dist-files",
+        min=1,
+        help="Files to share a torch_dist or dcp output out over; as many as --workers unless said.",
+    ),
+]
 Release = Annotated[
     bool,
     typer.Option("--release", help="Write a `release` checkpoint instead of an iteration."),

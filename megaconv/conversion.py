@@ -119,7 +119,9 @@ def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: Con
     _, source = open_source(load_dir, options.loader, options.load)
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype))
-    plan = registry.saver(saver).plan(source.header, options.save)
+    plan = registry.saver(saver).plan(
+        source.header, replace(options.save, files=options.save.files or _workers(options))
+    )
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(_record(str(load_dir), saver, source.header, blank))

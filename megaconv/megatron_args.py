@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.config import ModelConfig
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, UnknownFamily
 from megaconv.ir import TrainingState
-from megaconv.layout import Layout, split_arguments
+from megaconv.layout import LayerSplit, Layout, split_arguments, split_layers
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's use_rope_scaling means besides the factor."""
@@ -321,6 +321,34 @@ def _need(args: Namespace, name: str) -> Any:
 
 def _first(args: Namespace, *names: str, default: Any) -> Any:
     return next((value for name in names if (value := getattr(args, name, None)) is not None), default)
+
+
+def read_layout(args: Namespace, config: ModelConfig) -> Layout:
+    """The layout that args tell; a single rank where they tell none that the model's layers fit."""
+
+    def size(name: str) -> int | None:
+        value = getattr(args, name, None)
+        return value if type(value) is int and value > 0 else None
+
+    pattern = getattr(args, "pipeline_model_parallel_layout", None)
+    split = LayerSplit(
+        first=size("decoder_first_pipeline_num_layers"),
+        last=size("decoder_last_pipeline_num_layers"),
+        account_for_embedding=getattr(args, "account_for_embedding_in_pipeline_split", False) is True,
+        account_for_loss=getattr(args, "account_for_loss_in_pipeline_split", False) is True,
+        pattern=pattern if isinstance(pattern, str) else None,
+    )
+    tp, pp = size("tensor_model_parallel_size") or 1, size("pipeline_model_parallel_size") or 1
+    vpp = size("virtual_pipeline_model_parallel_size") or 1
+    try:
+        stages = split_layers(config.layers, pp, vpp, split)
+    except LayoutError:
+        pp, vpp, stages = 1, 1, (config.layers,)
+    if not config.experts:
+        return Layout(tp, pp, vpp, stage_layers=stages)
+    return Layout(
+        tp, pp, vpp, size("expert_model_parallel_size") or 1, size("expert_tensor_parallel_size") or tp, stages
+    )  # fmt: skip
 
 
 def true_vocab(args: Namespace, padded: int, tp: int) -> int | None:

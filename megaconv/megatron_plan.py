@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,10 @@ class ModelStyle:
     legacy: bool = False
 
 
-def check_options(options: SaveOptions) -> None:
-    """Raises UsageError for what isn't known."""
-    if options.ckpt_format != "torch":
-        raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose torch")
+def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -> None:
+    """Raises UsageError for what isn't known. formats: those that the saver can write."""
+    if options.ckpt_format not in formats:
+        raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
     for word in options.allow_lossy:
         if word != "rope_scaling":
             raise UsageError(f"--allow-lossy {word!r} is not known; the one loss that can be allowed is rope_scaling")
@@ -87,8 +88,15 @@ def plan_ranks(
     header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
 ) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
+    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments).plan()
+
+
+def megatron_args(
+    header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
+) -> Namespace:
+    """The args to write. Raises NotExpressible for what Megatron has no words for."""
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
-    padded = padded_vocab(header.config.vocab, divisor, layout.tp)
     arguments = to_arguments(
         header.config,
         layout,
@@ -96,12 +104,40 @@ def plan_ranks(
         transformer_impl=transformer_impl,
         grouped_experts=options.grouped_experts,
         vocab_divisor=divisor,
-        padded_vocab=padded,
+        padded_vocab=padded_vocab(header.config.vocab, divisor, layout.tp),
         allow_lossy="rope_scaling" in options.allow_lossy,
-        legacy=style.legacy,
+        legacy=legacy,
     )
-    arguments["params_dtype"] = TorchDtype(arguments["params_dtype"])
-    return _Planner(header, options, layout, style, padded, Namespace(**arguments)).plan()
+    return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
+
+
+def iteration_of(header: Header, options: SaveOptions) -> int | None:
+    """None for a release."""
+    return None if options.release or header.training.release else header.training.iteration or 1
+
+
+def native_dtype(header: Header, native: NativeTensor) -> str:
+    """Raises NotExpressible where the parts are of several."""
+    dtypes = {header.manifest[Key(name)].dtype for name in native.parts}
+    if len(dtypes) > 1:
+        raise NotExpressible(
+            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
+        )
+    return dtypes.pop()
+
+
+def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
+    """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
+    config = header.config
+    files: dict[str, FileLayout] = {
+        f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in header.files.items()
+    }
+    # A mixture that only Megatron knows has no config.json: its args say all there is to say.
+    with suppress(NotExpressible):
+        written = family(config.family).write_hf(config)
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json(config, written))
+    tracked = rank_files.RELEASE if iteration is None else str(iteration)
+    return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
 
 @dataclass(frozen=True)
@@ -114,7 +150,8 @@ class _Planner:
     arguments: Namespace
 
     def plan(self) -> OutputPlan:
-        version = rank_files.iteration_directory(None if self._release else self._iteration)
+        iteration = iteration_of(self.header, self.options)
+        version = rank_files.iteration_directory(iteration)
         files: dict[str, FileLayout] = {}
         placements: dict[Key, list[Placement]] = {}
         zeros: list[tuple[str, str, int, int]] = []
@@ -128,9 +165,7 @@ class _Planner:
                 for model, natives in models.items():
                     for native in natives:
                         self._place(name, f"{model}/{native.name}", native, placements, zeros)
-        files |= self._sidecars()
-        files[rank_files.TRACKER] = PlainFile((rank_files.RELEASE if self._release else str(self._iteration)).encode())
-        return OutputPlan(files, placements, zeros)
+        return OutputPlan(files | tracker_and_sidecars(self.header, iteration), placements, zeros)
 
     def _ranks(self) -> Iterator[tuple[int, int]]:
         """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
@@ -141,14 +176,6 @@ class _Planner:
             yield from ((tp_rank, ep_rank) for tp_rank in range(tp) for ep_rank in range(ep))
         else:
             yield from sorted({(rank % tp, rank // etp % ep) for rank in range(etp * ep)})
-
-    @property
-    def _release(self) -> bool:
-        return self.options.release or self.header.training.release
-
-    @property
-    def _iteration(self) -> int:
-        return self.header.training.iteration or 1
 
     def _model_key(self, chunk: Chunk) -> str:
         return "model" if self.layout.vpp == 1 else f"model{chunk.vpp_rank}"
@@ -162,25 +189,22 @@ class _Planner:
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]]) -> dict[str, Any]:
-        state: dict[str, Any] = {"args": self.arguments, "checkpoint_version": 3.0, "iteration": self._iteration}
+        state: dict[str, Any] = {
+            "args": self.arguments,
+            "checkpoint_version": 3.0,
+            "iteration": self.header.training.iteration or 1,
+        }
         state |= {model: self.style.nest(dict(self._entries(model, natives))) for model, natives in models.items()}
         return state | {"num_floating_point_operations_so_far": 0}
 
     def _entries(self, model: str, natives: list[NativeTensor]) -> Iterator[tuple[str, Placeholder | None]]:
         entries: dict[str, Placeholder | None] = {
-            native.name: Placeholder(f"{model}/{native.name}", native.shape, self._dtype(native)) for native in natives
+            native.name: Placeholder(f"{model}/{native.name}", native.shape, native_dtype(self.header, native))
+            for native in natives
         }
         for name, is_tensor in self.style.extra_states(entries).items():
             entries[name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
         yield from sorted(entries.items(), key=lambda entry: self.style.order(entry[0]))
-
-    def _dtype(self, native: NativeTensor) -> str:
-        dtypes = {self.header.manifest[Key(name)].dtype for name in native.parts}
-        if len(dtypes) > 1:
-            raise NotExpressible(
-                f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
-            )
-        return dtypes.pop()
 
     def _place(
         self,
@@ -191,7 +215,7 @@ class _Planner:
         zeros: list[tuple[str, str, int, int]],
     ) -> None:
         rows, cols = matrix_shape(native.shape)
-        row_bytes = cols * ITEMSIZE[self._dtype(native)]
+        row_bytes = cols * ITEMSIZE[native_dtype(self.header, native)]
         filled = rows - native.padding_rows
         for name, regions in native.parts.items():
             if native.padding_rows and self.options.vocab_padding == "repeat":
@@ -200,15 +224,3 @@ class _Planner:
             placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
         if native.padding_rows and self.options.vocab_padding == "zero":
             zeros.append((file, record, filled * row_bytes, native.padding_rows * row_bytes))
-
-    def _sidecars(self) -> dict[str, FileLayout]:
-        """config.json and tokenizer files: what Megatron's own args would lose on the way back."""
-        config = self.header.config
-        files: dict[str, FileLayout] = {
-            f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in self.header.files.items()
-        }
-        try:
-            written = family(config.family).write_hf(config)
-        except NotExpressible:
-            return files  # a mixture that only Megatron knows: its args say all there is to say
-        return files | {f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}": PlainFile(config_json(config, written))}

@@ -1,4 +1,4 @@
-"""The rank files of a Megatron checkpoint as a source of canonical tensors, for core and legacy models alike."""
+"""The ranks of a Megatron checkpoint as a source of canonical tensors, for core and legacy models and all formats alike."""
 
 import logging
 from argparse import Namespace
@@ -17,7 +17,7 @@ from megaconv.families import family, read_config
 from megaconv.hf_config import CONFIG_NAME
 from megaconv.ir import Header, OpenedSource, TrainingState, describe, main_dtype
 from megaconv.layout import Chunk, Layout
-from megaconv.megatron_args import from_arguments, true_vocab
+from megaconv.megatron_args import from_arguments, read_layout, true_vocab
 from megaconv.megatron_ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.megatron_sizes import Landmarks, expert_tensor_parallel_size, find_layout, find_sizes, padded_rows
 from megaconv.options import LoadOptions
@@ -39,6 +39,11 @@ class RankSource:
     def state(self) -> Mapping[str, Any]:
         """Of the first rank."""
         return self.ranks.states[min(self.ranks.states)]
+
+    @property
+    def has_optimizer(self) -> bool:
+        files = sorted(self.listing.files.items())[:1]
+        return "optimizer" in self.state or any((f.parent / rank_files.OPTIMIZER_FILE).exists() for _, f in files)
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,11 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
     return RankSource(listing, ranks, args)
 
 
-def open_model(source: RankSource, options: LoadOptions, dialect: Dialect) -> OpenedSource:
-    """Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family."""
+def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by_args: bool = False) -> OpenedSource:
+    """by_args: the checkpoint is not cut as the run was that wrote it; how that was laid out is for its args to say.
+
+    Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
+    """
     listing, ranks, args, names = source.listing, source.ranks, source.args, dialect.landmarks
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
     layout = find_layout(ranks, args, names)
@@ -80,8 +88,9 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect) -> Op
     config = _configure(found, args, sidecars, required=options.config is not None)
     if config.experts:
         layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
+    written = read_layout(args, config) if by_args else layout
     padded = padded_rows(ranks, names)
-    config = replace(config, vocab=_vocab(options, config, args, padded, layout.tp))
+    config = replace(config, vocab=_vocab(options, config, args, padded, written.tp))
     shapes = canonical_shapes(family(config.family).rows, config)
     tensors = assemble(shapes, _place(ranks, layout, config, padded, dialect), strict=False)
     manifest = describe(tensors)
@@ -89,14 +98,13 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect) -> Op
     header = Header(
         config=replace(config, dtype=main_dtype(manifest)),
         manifest=manifest,
-        layout=layout,
+        layout=written,
         training=_training(source),
         files=find_sidecars(sidecars),
         vocab_divisor=divisor if isinstance(divisor, int) and divisor > 0 else None,
         source=dialect.description,
         padded_vocab=padded,
-        has_optimizer="optimizer" in source.state
-        or (listing.files[min(listing.files)].parent / rank_files.OPTIMIZER_FILE).exists(),
+        has_optimizer=source.has_optimizer,
     )
     return OpenedSource(header, {} if options.metadata_only else tensors)
 

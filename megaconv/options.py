@@ -42,6 +42,9 @@ class SaveOptions:
     max_shard_bytes: int = 5_000_000_000
     """Largest safetensors file."""
     ckpt_format: str = "torch"
+    """Of a Megatron core output: `torch`, `torch_dist` or `zarr`."""
+    files: int | None = None
+    """Files that the tensors of a distributed checkpoint are shared out over; None: as many as threads move them."""
     allow_lossy: tuple[str, ...] = ()
     """Features that may be left out where the target has no words for them: `rope_scaling`."""
     checkpoint_type: str | None = None

@@ -17,8 +17,8 @@ from megaconv.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions
 from megaconv.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "hf", "llama_mistral", "mixtral_hf")
-SAVERS = ("core", "legacy", "hf", "llama_mistral")
+LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
+SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
@@ -87,6 +87,7 @@ def detect(path: Path) -> tuple[str, Loader]:
             return name, found
     raise UnknownFormat(
         f"{path}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
-        "a Megatron directory latest_checkpointed_iteration.txt or mp_rank_* directories, "
+        "a Megatron directory latest_checkpointed_iteration.txt, mp_rank_* directories or metadata.json, "
+        "a distributed checkpoint of PyTorch .metadata, "
         "a directory of Meta's or Mistral's own files params.json and consolidated.*"
     )

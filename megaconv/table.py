@@ -153,6 +153,8 @@ class NativeTensor:
     """By canonical name."""
     replicated: bool = False
     """Every tensor-parallel rank holds the same copy."""
+    tp: int | None = None
+    """The axis that tensor parallelism cuts, or expert tensor parallelism; None where it cuts none."""
     tied_copy: bool = False
     """A second copy of a tied embedding."""
     of_experts: bool = False
@@ -345,7 +347,9 @@ def _join(name: str, pieces: list[str], boxes: list[Box], groups: int, row: Row,
     is_vector = " " not in row.shapes[0]
     shape = (sum(box.rows for box in boxes), *(() if is_vector else (boxes[0].cols,)))
     replicated = row.tp is None
-    return NativeTensor(name, shape, parts, replicated=replicated, of_experts=row.of_experts, padding_rows=padding)
+    return NativeTensor(
+        name, shape, parts, replicated=replicated, tp=row.tp, of_experts=row.of_experts, padding_rows=padding
+    )
 
 
 def _stack(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[Box], row: Row) -> NativeTensor:

@@ -1,12 +1,20 @@
-"""Files of named tensors, safetensors or torch, alone or with an index: read without a look at what the names mean."""
+"""Named tensors of whole models: in safetensors or torch files, alone or with an index; and the model that they are."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from formats import safetensors, torch_zip
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
+from megaconv.assembled import Placed, assemble
+from megaconv.check import same_names
+from megaconv.config import ModelConfig
 from megaconv.errors import TensorMismatch
+from megaconv.families import Family
+from megaconv.ir import Key
+from megaconv.layout import Chunk, Layout
+from megaconv.table import canonical_shapes, native_tensors
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
@@ -34,3 +42,27 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
             if files.get(name) != file:
                 raise TensorMismatch(f"{index.parent / file}: holds {name}, which {index.name} doesn't place there")
     return {name: shards[file][name] for name, file in files.items()}
+
+
+def whole_model(
+    family: Family, config: ModelConfig, naming: str, found: Mapping[str, LazyTensor], where: str
+) -> dict[Key, LazyTensor]:
+    """The canonical tensors of a model that isn't cut. where: names it in messages.
+
+    Raises TensorMismatch for tensors that are missing, unknown or misshapen.
+    """
+    kept = {
+        name: tensor
+        for name, tensor in found.items()
+        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+    }
+    layers = min(config.layers, len(kept) + 1)  # of more layers some have to be missing
+    whole = Chunk(0, 0, 0, layers, is_first=True, is_last=True)
+    natives = [
+        native
+        for native in native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+        if not native.tied_copy or native.name in kept
+    ]
+    same_names([native.name for native in natives], kept, where)
+    placed = [Placed(native, kept[native.name], where) for native in natives]
+    return assemble(canonical_shapes(family.rows, config), placed, strict=True)

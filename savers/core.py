@@ -1,8 +1,9 @@
-"""Megatron core in `torch` format: a rank directory for every tensor and pipeline rank, the tracker, and `hf/` for the rest."""
+"""Megatron core in `torch` format (a directory for every rank), `torch_dist` or `zarr`; the tracker, and `hf/` for the rest."""
 
 import logging
 
 from megaconv.config import ModelConfig
+from megaconv.dist_plan import FORMATS, plan_dist
 from megaconv.errors import UsageError
 from megaconv.ir import Header
 from megaconv.megatron_names import extra_states, module_order
@@ -10,7 +11,7 @@ from megaconv.megatron_plan import ModelStyle, check_options, choose_layout, pla
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan
 
-DESCRIPTION = "Megatron core, torch format, at any tensor / pipeline / virtual-pipeline parallel layout"
+DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
 
 _log = logging.getLogger("megaconv")
 
@@ -21,9 +22,12 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     _check(options)
     layout = choose_layout(header.config, header.layout, options)
-    naming = NAMINGS[options.transformer_impl] + ("+grouped" if options.grouped_experts else "")
-    style = ModelStyle(naming, module_order, extra_states)
-    planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
+    if options.ckpt_format in FORMATS:
+        planned = plan_dist(header, options, layout)
+    else:
+        naming = NAMINGS[options.transformer_impl] + ("+grouped" if options.grouped_experts else "")
+        style = ModelStyle(naming, module_order, extra_states)
+        planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
     return planned
 
@@ -35,7 +39,7 @@ def _check(options: SaveOptions) -> None:
         )
     if options.grouped_experts and options.transformer_impl != "transformer_engine":
         raise UsageError("grouped experts are a layer of Transformer Engine; leave --transformer-impl local out")
-    check_options(options)
+    check_options(options, ("torch", *FORMATS))
 
 
 def _warn_of_scaling(config: ModelConfig) -> None:

@@ -6,7 +6,7 @@
 The parent imports neither Megatron nor its patches; a rank is `python -m tests.megatron_oracle RANK`. It reads one JSON job
 a line (checkpoint, file of tokens, file for logits) and answers each with one line.
 
-A model is built from nothing but the `args` of the rank files, in the way that Megatron-LM's own training scripts do it:
+A model is built from nothing but the `args` of the checkpoint, in the way that Megatron-LM's own training scripts do it:
 core_transformer_config_from_args (megatron/training/arguments.py) and the GPT builder (gpt_builders.py), core 0.16.1.
 """
 
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -274,15 +274,32 @@ def own_file(version: Path, args: Namespace) -> Path:
     return version / name / "model_optim_rng.pt"
 
 
-def load_chunks(args: Namespace, state: dict[str, Any]) -> "list[GPTModel]":
+def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[str, Any]:
+    """This rank's share of a torch_dist checkpoint, resharded by Megatron; fails unless both have exactly the same keys."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    wanted = {name: chunk.sharded_state_dict() for name, chunk in chunks.items()}
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        loaded = dist_checkpointing.load(wanted, str(version), strict=StrictHandling.RAISE_ALL)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def load_chunks(args: Namespace, version: Path) -> "list[GPTModel]":
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args announce."""
     stages = virtual_stages(args)
+    built = {
+        f"model{'' if stage is None else stage}": build(args, stage) for stage in (range(stages) if stages else [None])
+    }
+    distributed = (version / "metadata.json").exists()
+    state = load_distributed(version, built) if distributed else read_rank_file(own_file(version, args))
     chunks = []
-    for stage in range(stages) if stages else [None]:
-        weights = state["model" if stage is None else f"model{stage}"]
+    for name, chunk in built.items():
+        weights = state[name]
         found = {value.dtype for name, value in weights.items() if value is not None}
         assert found <= {args.params_dtype}, f"args say {args.params_dtype}, the file has {found}"
-        chunk = build(args, stage)
         chunk.load_state_dict(weights, strict=True)
         chunks.append(chunk)
     return chunks
@@ -313,10 +330,9 @@ def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
     from megatron.core import parallel_state
 
     version = version_directory(checkpoint)
-    args = read_rank_file(min(version.glob("mp_rank_*/model_optim_rng.pt")))["args"]
+    args = read_rank_file(min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")]))["args"]
     with process_groups(args, rank, answered.with_suffix(".rendezvous")), torch.no_grad():
-        state = read_rank_file(own_file(version, args))
-        logits = forward(state["args"], load_chunks(state["args"], state), torch.load(asked))
+        logits = forward(args, load_chunks(args, version), torch.load(asked))
         first_group = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
         if parallel_state.is_pipeline_last_stage() and first_group:
             torch.save(logits.float(), answered)

@@ -1,0 +1,68 @@
+"""What torch's HuggingFaceStorageWriter(save_distributed=True) writes: safetensors files that hold chunks of tensors.
+
+    shard-00001-model-00001-of-00001.safetensors       its header's __metadata__ says where in each tensor a chunk lies:
+    {"DCP_SHARDING_INFO": "{\"model.norm.weight\": {\"saved_offsets\": [0]}, ...}"}
+
+Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py of torch 2.13.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats import safetensors
+from formats.chunked import Chunk, ChunkedTensor, require_cover
+from formats.errors import CorruptCheckpoint
+from formats.tensor import FileTensor, Shape
+
+_FILES = "shard-*-model-*.safetensors"
+_INFO = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk whose place in its file is known (formats.chunked.Stored)."""
+
+    held: FileTensor
+
+    def tensor(self) -> FileTensor:
+        return self.held
+
+
+def is_sharded(directory: Path) -> bool:
+    return any(directory.glob(_FILES))
+
+
+def read(directory: Path) -> dict[str, ChunkedTensor]:
+    """Raises CorruptCheckpoint for chunks that don't cover their tensor exactly once, as when a file is missing."""
+    pieces: dict[str, list[tuple[Shape, FileTensor]]] = {}
+    for path in sorted(directory.glob(_FILES)):
+        offsets = _offsets(path)
+        for name, tensor in safetensors.read(path).items():
+            if name not in offsets:
+                raise CorruptCheckpoint(f"{path}: doesn't say where in {name} its part lies; save the checkpoint again")
+            pieces.setdefault(name, []).append((offsets[name], tensor))
+    return {name: _join(directory, name, parts) for name, parts in pieces.items()}
+
+
+def _offsets(path: Path) -> dict[str, Shape]:
+    try:
+        said = json.loads(safetensors.read_metadata(path)[_INFO])
+        found = {name: tuple(entry["saved_offsets"]) for name, entry in said.items()}
+        if not all(type(first) is int and first >= 0 for offset in found.values() for first in offset):
+            raise ValueError("offsets have to be non-negative numbers")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: has no valid {_INFO} ({error}); save the checkpoint again") from error
+    return found
+
+
+def _join(directory: Path, name: str, parts: list[tuple[Shape, FileTensor]]) -> ChunkedTensor:
+    """The tensor's own shape is nowhere said: it ends where its chunks do."""
+    axes, dtypes = {len(tensor.shape) for _, tensor in parts}, {tensor.dtype for _, tensor in parts}
+    if len(axes) > 1 or len(dtypes) > 1 or any({len(offset)} != axes for offset, _ in parts):
+        raise CorruptCheckpoint(f"{directory}: the parts of {name} have different numbers of axes, or dtypes")
+    ends = [tuple(map(sum, zip(offset, tensor.shape, strict=True))) for offset, tensor in parts]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    require_cover(f"{directory}: {name}", shape, [(offset, tensor.shape) for offset, tensor in parts])
+    chunks = [Chunk.whole(offset, tensor.shape, _Piece(tensor)) for offset, tensor in parts]
+    return ChunkedTensor(shape, dtypes.pop(), chunks)

@@ -1,0 +1,160 @@
+"""Directories of torch's distributed checkpoints: `.metadata`, and files in which envelopes follow each other.
+
+    <directory>/.metadata                which chunk of which tensor lies where
+    <directory>/__0_0.distcp ...         per chunk and per object one torch file (a zip archive), back to back
+    <directory>/common.pt                Megatron core up to 0.18: everything that isn't sharded
+    <directory>/metadata.json            Megatron core: which format this is
+
+torch may also write each file as one safetensors file (SerializationFormat.SAFETENSORS); its tensors are then found by
+their keys. Megatron wraps objects in a list of one. Source: torch/distributed/checkpoint/filesystem.py of torch 2.13,
+megatron/core/dist_checkpointing of Megatron core 0.9 to 0.19.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from formats import dcp_metadata, safetensors, torch_zip
+from formats.chunked import Chunk, ChunkedTensor
+from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredTensor
+from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor
+
+FORMAT_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""Instead of common.pt from core 0.19 on."""
+
+
+@dataclass(frozen=True)
+class DistDirectory:
+    """An opened directory: metadata and small files have been read, no tensor and no object."""
+
+    path: Path
+    metadata: DcpMetadata
+    files: Mapping[str, "EnvelopeFile"]
+
+    def tensors(self) -> dict[str, ChunkedTensor]:
+        return {name: self._tensor(name, stored) for name, stored in self.metadata.tensors.items()}
+
+    def _tensor(self, name: str, stored: StoredTensor) -> ChunkedTensor:
+        chunks = [
+            Chunk.whole(
+                chunk.offset,
+                chunk.shape,
+                Envelope(name, self.files[chunk.place.file], chunk.place, chunk.shape, stored.dtype),
+            )
+            for chunk in stored.chunks
+        ]
+        return ChunkedTensor(stored.shape, stored.dtype, chunks)
+
+    def objects(self) -> list[str]:
+        return list(self.metadata.objects)
+
+    def read_object(self, name: str) -> object:
+        """As pickle_guard.load gives it, without the list of one that Megatron wraps it in. Raises CorruptCheckpoint."""
+        place = self.metadata.objects[name]
+        with _about(name):
+            value = torch_zip.read_at(self.files[place.file].file, place.offset, place.nbytes)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def is_dcp(directory: Path) -> bool:
+    return (directory / METADATA_NAME).is_file()
+
+
+def open_directory(directory: Path) -> DistDirectory:
+    """Raises CorruptCheckpoint for a missing or short file, and for metadata that can't be true."""
+    metadata = dcp_metadata.read(directory / METADATA_NAME)
+    files = {name: EnvelopeFile(InputFile.open(directory / name)) for name in metadata.files}
+    places = [(name, chunk.place) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks]
+    for name, place in (*places, *metadata.objects.items()):
+        file = files[place.file].file
+        if place.offset + place.nbytes > file.size:
+            raise CorruptCheckpoint(
+                f"{file.path}: {name} should lie at byte {place.offset}, {place.nbytes} bytes long, but the file has "
+                f"{file.size}; copy it again"
+            )
+    return DistDirectory(directory, metadata, files)
+
+
+@dataclass
+class EnvelopeFile:
+    """One file of envelopes, or of safetensors."""
+
+    file: InputFile
+    _named: dict[str, FileTensor] | None = field(default=None, repr=False)
+
+    def named(self) -> dict[str, FileTensor]:
+        """The tensors of a safetensors file."""
+        if self._named is None:
+            self._named = safetensors.read(self.file.path)
+        return self._named
+
+
+@dataclass
+class Envelope:
+    """A chunk's tensor inside its envelope (formats.chunked.Stored)."""
+
+    key: str
+    source: EnvelopeFile
+    place: Range
+    shape: Shape
+    dtype: str
+    _tensor: LazyTensor | None = field(default=None, repr=False)
+
+    def tensor(self) -> LazyTensor:
+        """Looked up once; several threads may do so at the same time, and find the same."""
+        if self._tensor is None:
+            with _about(self.key):
+                self._tensor = self._find()
+        return self._tensor
+
+    def _find(self) -> LazyTensor:
+        file, start, nbytes = self.source.file, self.place.offset, self.place.nbytes
+        found: object
+        if file.read(start, min(nbytes, 4)) == b"PK\3\4":
+            found = torch_zip.read_at(file, start, nbytes)
+        else:
+            found = self.source.named().get(self.key)
+        if not isinstance(found, (FileTensor, StridedTensor)):
+            raise CorruptCheckpoint(f"{file.path}: should hold a tensor at byte {start}, found {found!r:.60}")
+        if (found.shape, found.dtype) != (self.shape, self.dtype):
+            raise CorruptCheckpoint(
+                f"{file.path}: holds {list(found.shape)} {found.dtype} at byte {start}, {METADATA_NAME} says "
+                f"{list(self.shape)} {self.dtype}; the files are of different checkpoints"
+            )
+        return found
+
+
+class _about:  # noqa: N801
+    """Puts a tensor's name before the message of an error."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CheckpointError):
+            raise type(error)(f"{self._key}: {error}") from error
+
+
+def format_json(backend: str) -> bytes:
+    """metadata.json, in the words that every version of Megatron core understands."""
+    words = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
+    return json.dumps(words | {"common_backend_version": 1}).encode()
+
+
+def read_backend(directory: Path) -> str | None:
+    """`torch_dist` or `zarr`, as metadata.json says; None without one. Raises CorruptCheckpoint for a broken one."""
+    path = directory / FORMAT_FILE
+    if not path.is_file():
+        return None
+    try:
+        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: should name the checkpoint's sharded_backend ({error})") from error
+    return str(backend)

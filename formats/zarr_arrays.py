@@ -1,0 +1,148 @@
+"""Megatron's `zarr` checkpoints: a directory of zarr 2 arrays, and a torch file for everything that is none.
+
+    <directory>/<key>/.zarray                {"shape": [4, 64, 32], "chunks": [1, 32, 32], "dtype": "bfloat16", ...}
+    <directory>/<key>/2.1.0                  one chunk: its elements, nothing else; those at the edge are of full size
+    <directory>/<key>/shard_1.0_2.2.pt       one object of a grid [2, 2], as torch.save writes it
+    <directory>/<key>.sync/                  locks that the writer forgot
+
+Arrays are never compressed, so that plain reads of files are all it takes. Megatron core 0.4 to 0.7 called objects of a
+grid of more than one axis `shard_1.0_2.pt`, without what follows the last dot; every version reads that name.
+Source: megatron/core/dist_checkpointing/strategies/zarr.py and tensorstore.py, core 0.4 to 0.15; the zarr v2 specification.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats import torch_zip
+from formats.chunked import Chunk, ChunkedTensor
+from formats.errors import CorruptCheckpoint
+from formats.output import Record
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, byte_count
+
+ARRAY_FILE = ".zarray"
+
+_DTYPES = {
+    "bfloat16": "bfloat16", "<V2": "bfloat16", "|V2": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64",
+    "<i8": "int64", "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8", "|b1": "bool",
+}  # fmt: skip
+"""bfloat16 is none of zarr's: Megatron wrote the word itself, and at first the two bytes that numpy saw."""
+_NAMES = {dtype: name for name, dtype in reversed(_DTYPES.items())}
+
+
+@dataclass(frozen=True)
+class ZarrDirectory:
+    """An opened directory; no chunk and no object has been read."""
+
+    path: Path
+    arrays: Mapping[str, ChunkedTensor]
+    files: Mapping[str, Path]
+    """Of objects, by name."""
+
+    def tensors(self) -> Mapping[str, ChunkedTensor]:
+        return self.arrays
+
+    def objects(self) -> list[str]:
+        return list(self.files)
+
+    def read_object(self, name: str) -> object:
+        return torch_zip.read(self.files[name])
+
+
+def open_directory(directory: Path) -> ZarrDirectory:
+    """Raises CorruptCheckpoint for missing and short chunks, and for arrays that no Megatron wrote."""
+    arrays: dict[str, ChunkedTensor] = {}
+    files: dict[str, Path] = {}
+    for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.endswith(".sync")):
+        described = folder / ARRAY_FILE
+        if described.is_file() and described.stat().st_size:
+            arrays[folder.name] = _read_array(folder)
+        files |= {f"{folder.name}/{file.stem}": file for file in folder.glob("shard_*.pt")}
+    return ZarrDirectory(directory, arrays, files)
+
+
+@dataclass(frozen=True)
+class _ChunkFile:
+    """A chunk (formats.chunked.Stored). Opened anew for every read: there may be more than a process may have open."""
+
+    path: Path
+    shape: Shape
+    dtype: str
+
+    def tensor(self) -> LazyTensor:
+        return FileTensor(InputFile.open(self.path), 0, self.shape, self.dtype)
+
+
+def _read_array(folder: Path) -> ChunkedTensor:
+    path = folder / ARRAY_FILE
+    try:
+        shape, step, dtype = _describe(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is no zarr array that Megatron writes ({error}); save it again") from error
+    sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
+    counts = [-(-whole // size) for whole, size in zip(shape, step, strict=True)]
+    names = (".".join(map(str, index)) or "0" for index in product(*map(range, counts)))
+    missing = next((name for name in islice(names, len(sizes) + 1) if name not in sizes), None)
+    if missing is not None:
+        raise CorruptCheckpoint(f"{folder / missing}: no such file; the array {folder.name} has {prod(counts)} chunks")
+    chunks = []
+    for index in product(*map(range, counts)):
+        name = ".".join(map(str, index)) or "0"
+        if sizes[name] != byte_count(step, dtype):
+            raise CorruptCheckpoint(
+                f"{folder / name}: has {sizes[name]} bytes, a chunk {list(step)} of {dtype} {byte_count(step, dtype)}; copy it again"
+            )
+        offset = tuple(place * size for place, size in zip(index, step, strict=True))
+        held = tuple(min(size, whole - first) for first, size, whole in zip(offset, step, shape, strict=True))
+        chunks.append(Chunk(offset, held, _ChunkFile(folder / name, step, dtype), step))
+    return ChunkedTensor(shape, dtype, chunks)
+
+
+def _describe(array: Mapping[str, Any]) -> tuple[Shape, Shape, str]:
+    """(shape, shape of a chunk, dtype). Raises ValueError for what is legal in zarr but never written."""
+    shape, step = tuple(array["shape"]), tuple(array["chunks"])
+    if len(shape) != len(step) or not all(type(size) is int and size >= 0 for size in shape + step) or 0 in step:
+        raise ValueError(f"a shape {list(shape)} in chunks {list(step)}")
+    expected = {"zarr_format": 2, "order": "C", "compressor": None, "filters": None, "dimension_separator": "."}
+    for name, value in expected.items():
+        if array.get(name, value) != value:
+            raise ValueError(f"its {name} is {array[name]!r:.60}, only {value!r} can be read")
+    if array["dtype"] not in _DTYPES:
+        raise ValueError(f"its dtype {array['dtype']!r:.60} can't be read")
+    return shape, step, _DTYPES[array["dtype"]]
+
+
+# Writing.
+
+
+class ChunkLayout:
+    """A chunk's file (a formats.output.FileLayout): its only record is all of it."""
+
+    needs_checksums = False
+    RECORD = "chunk"
+
+    def __init__(self, shape: Shape, dtype: str) -> None:
+        self.size = byte_count(shape, dtype)
+        self.records = {self.RECORD: Record(0, self.size)}
+
+    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        return iter(())
+
+
+def array_json(shape: Shape, step: Shape, dtype: str) -> bytes:
+    """`.zarray`. Raises CorruptCheckpoint for a dtype that these arrays can't have."""
+    if dtype not in _NAMES:
+        raise CorruptCheckpoint(f"zarr arrays of {dtype} can't be written; give --dtype, or choose torch_dist")
+    words = {"compressor": None, "fill_value": None, "filters": None, "order": "C", "zarr_format": 2}
+    array = {"chunks": list(step), "dtype": _NAMES[dtype], "shape": list(shape), **words}
+    return json.dumps(array, indent=4, sort_keys=True).encode()
+
+
+def object_name(place: Shape, grid: Shape) -> str:
+    """The file of one object of a grid, by the name that all versions of Megatron look for."""
+    name = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}"
+    return (name if len(grid) == 1 else name.rpartition(".")[0]) + ".pt"

@@ -1,0 +1,85 @@
+"""Plain distributed checkpoints of PyTorch (DCP): of torchtitan, FSDP2, DTensors, or anything that calls dcp.save.
+
+    .metadata, __0_0.distcp ...                            either serialization format
+    shard-00001-model-00001-of-00001.safetensors ...       HuggingFaceStorageWriter(save_distributed=True)
+
+Tensors are found by transformers' names, or torchtitan's for Llama (whose q and k have each head's rows in rotary pairs,
+as Meta's), below whatever the model was called in the state dict. A config.json comes from --config, or lies beside.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from formats import sharded_safetensors, torch_dist
+from formats.chunked import ChunkedTensor
+from megaconv.check import listing
+from megaconv.errors import TensorMismatch, UsageError
+from megaconv.families import Family, read_config
+from megaconv.hf_config import CONFIG_NAME
+from megaconv.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.options import LoadOptions
+from megaconv.sidecars import find_sidecars
+from megaconv.table import Row, expressible
+from megaconv.weight_files import whole_model
+
+DESCRIPTION = "PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config"
+
+_TITAN = "meta+rows"
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
+_NOT_MODEL = re.compile(r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\.")
+
+
+def detect(path: Path) -> bool:
+    return _is_plain(path) or (not (path / CONFIG_NAME).is_file() and sharded_safetensors.is_sharded(path))
+
+
+def _is_plain(path: Path) -> bool:
+    return torch_dist.is_dcp(path) and not (path / torch_dist.FORMAT_FILE).is_file()
+
+
+def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
+    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    directory = options.config or path
+    if not (directory / CONFIG_NAME).is_file():
+        raise UsageError(
+            f"{path}: a distributed checkpoint doesn't say what model it is; give --config with its Hugging Face directory"
+        )
+    family, config = read_config(directory / CONFIG_NAME)
+    if options.true_vocab_size not in (None, config.vocab):
+        raise UsageError(f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out")
+    opened = torch_dist.open_directory(path).tensors() if torch_dist.is_dcp(path) else sharded_safetensors.read(path)
+    stored = {_WRAPPERS.sub("", name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
+    naming, prefix = _spelling(path, family, stored)
+    found = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    tensors = whole_model(family, config, naming, found, str(path))
+    manifest = describe(tensors)
+    header = Header(
+        replace(config, dtype=main_dtype(manifest)),
+        manifest,
+        files=find_sidecars(directory),
+        source=f"dcp, {'torchtitan' if naming == _TITAN else 'transformers'} names",
+        has_optimizer=any(name.startswith("optim") for name in opened),
+    )
+    return OpenedSource(header, tensors)
+
+
+def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -> tuple[str, str]:
+    """(naming, prefix before every name), by where the embedding is. Raises TensorMismatch where there is none."""
+    namings = ["hf", *([_TITAN] if expressible(family.rows, "meta", family.features) else [])]
+    wanted = {naming: _embedding(family.rows, naming) for naming in namings}
+    for naming, embedding in wanted.items():
+        prefixes = [
+            name.removesuffix(embedding) for name in stored if re.search(rf"(^|\.){re.escape(embedding)}$", name)
+        ]
+        if prefixes:
+            return naming, min(prefixes, key=len)
+    raise TensorMismatch(
+        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}"
+    )
+
+
+def _embedding(rows: tuple[Row, ...], naming: str) -> str:
+    spelling = next(row for row in rows if row.stage == "first").spelling(naming)
+    return spelling if isinstance(spelling, str) else getattr(spelling, "name", "")

@@ -1,0 +1,91 @@
+"""Keys of Megatron's distributed checkpoints, and the names that the same tensors have on a single rank.
+
+A key names a tensor of the whole model. Layers of one kind are stacked, and so are experts, the expert's axis second:
+
+    decoder.layers.self_attention.linear_proj.weight           [layers, ...]
+    decoder.layers.mlp.experts.experts.linear_fc1.weight       [layers, experts, ...]
+    decoder.layers.3.mlp.linear_fc1.weight                     where layers differ
+    decoder.layers.3.mlp.linear_fc1.weight_w, ..._v            gate and up apart (singleton_local_shards)
+
+Local layers and Transformer Engine's give the same keys, those of the latter's names, but for the norm before experts.
+Source: sharded_state_dict() in megatron/core/transformer, core 0.4 to 0.19.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from formats.chunked import ChunkedTensor, joined
+from formats.tensor import Shape
+
+EXTRA_STATE = "._extra_state"
+
+_STACKED_LAYERS = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
+_STACKED_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?!\d+\.)(.+)")
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.+)")
+_NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")
+_PREFIX = re.compile(r"((?:(?:module|model|language_model)\.)*)embedding\.word_embeddings\.weight")
+_FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+
+
+def model_tensors(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+    """The weights alone, without the prefix (`module.`, `model.` ...) that frameworks around Megatron put before names."""
+    names = [name for name in tensors if not _NOT_MODEL.match(name)]
+    prefix = next((found[1] for name in names if (found := _PREFIX.fullmatch(name))), "")
+    return {name.removeprefix(prefix): tensors[name] for name in names}
+
+
+def has_optimizer(names: Collection[str]) -> bool:
+    return any(re.match(r"(chained_\d+\.)?optimizer\.", name) for name in names)
+
+
+def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+    """What a single rank holds of model-shaped tensors (weights, or one kind of optimizer state), in Megatron's module names.
+
+    Raises CorruptCheckpoint for halves of a tensor that don't fit each other.
+    """
+    apart = dict(pair for name, tensor in tensors.items() for pair in _apart(name, tensor))
+    whole = {}
+    for name, tensor in apart.items():
+        if name.endswith("_w") and f"{name[:-2]}_v" in apart:
+            whole[name[:-2]] = joined(tensor, apart[f"{name[:-2]}_v"])
+        elif not (name.endswith("_v") and f"{name[:-2]}_w" in apart):
+            whole[name] = tensor
+    return {_norm_before_experts(name, whole): tensor for name, tensor in whole.items()}
+
+
+def _apart(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTensor]]:
+    """Layers first, then experts."""
+    if found := _STACKED_LAYERS.fullmatch(name):
+        for layer, inner in enumerate(tensor.unstack()):
+            yield from _apart(f"{found[1]}{layer}.{found[2]}", inner)
+    elif found := _STACKED_EXPERTS.fullmatch(name):
+        for expert, inner in enumerate(tensor.unstack()):
+            yield f"{found[1]}local_experts.{expert}.{found[2]}", inner
+    else:
+        yield re.sub(r"\.experts\.experts\.(?=\d)", ".experts.local_experts.", name), tensor
+
+
+def _norm_before_experts(name: str, names: Collection[str]) -> str:
+    """Local layers call it after a matrix that layers with experts don't have."""
+    found = _LAYER.fullmatch(name)
+    if found and found[3].startswith(_FC1_NORM) and f"{found[1]}{found[2]}.mlp.router.weight" in names:
+        return f"{found[1]}{found[2]}.{_MLP_NORM}{found[3].removeprefix(_FC1_NORM)}"
+    return name
+
+
+def stack(name: str, *, layers: bool, local: bool = False) -> tuple[str, Shape]:
+    """(key, place in the key's first axes) of a tensor by its name on a single rank, Transformer Engine's.
+
+    layers: whether layers are stacked. local: spell the norm before experts as local layers do.
+    """
+    place: Shape = ()
+    if found := _LAYER.fullmatch(name):
+        rest = found[3]
+        if local and rest.startswith(_MLP_NORM):
+            rest = _FC1_NORM + rest.removeprefix(_MLP_NORM)
+        number = "" if layers else f"{found[2]}."
+        name, place = f"{found[1]}{number}{rest}", (int(found[2]),) if layers else ()
+    if found := _EXPERT.fullmatch(name):
+        name, place = f"{found[1]}experts.{found[3]}", (*place, int(found[2]))
+    return name, place

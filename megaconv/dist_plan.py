@@ -1,0 +1,178 @@
+"""Lays out a Megatron core checkpoint in `torch_dist` or `zarr` format: chunks over files, extra states, `common.pt`.
+
+What has to be there so that Megatron core 0.9 to 0.19 load it: metadata.json, common.pt, an `_extra_state` object for every
+module that has one (Transformer Engine's modules differ between its versions: all that any has), the tracker.
+Source: megatron/core/dist_checkpointing and sharded_state_dict() of Megatron core's modules.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from formats import rank_files, torch_dist, torch_zip, zarr_arrays
+from formats.distcp_files import DistcpFiles
+from formats.output import FileLayout, PlainFile
+from formats.tensor import ITEMSIZE, Box, Shape
+from megaconv.chunk_plan import PlannedChunk, cut
+from megaconv.dist_keys import stack
+from megaconv.errors import LayoutError, NotExpressible
+from megaconv.families import family
+from megaconv.ir import Header, Key
+from megaconv.layout import Chunk, Layout, divide
+from megaconv.megatron_names import extra_states
+from megaconv.megatron_plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.options import SaveOptions
+from megaconv.plan import OutputPlan, Placement
+from megaconv.table import NativeTensor, Region, native_tensors, rank_sizes
+
+FORMATS = ("torch_dist", "zarr")
+
+
+def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
+    """layout: whose ranks chunks are cut for. Raises LayoutError for a model that can't be cut this way, NotExpressible."""
+    rank_sizes(header.config, layout)
+    arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
+    backend = options.ckpt_format
+    arguments.ckpt_format, arguments.use_dist_ckpt, arguments.dist_ckpt_format = backend, True, backend
+    divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
+    iteration = iteration_of(header, options)
+    version = rank_files.iteration_directory(iteration)
+    model = GlobalModel.of(header, layout, arguments.padded_vocab_size, local=options.transformer_impl == "local")
+    common: dict[str, Any] = {
+        "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration or 1,
+        "num_floating_point_operations_so_far": 0,
+    }  # fmt: skip
+    if not model.stacked:
+        common["content_metadata"] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
+    stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
+    files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
+    files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
+    files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
+    placements, zeros = place(
+        ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
+    )
+    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros)
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """The tensors and objects of a whole model by their keys."""
+
+    stacked: bool
+    """Whether layers are: those of a model whose layers differ are not."""
+    chunks: list[PlannedChunk]
+    shapes: Mapping[str, Shape]
+    """Of the global tensors, by key."""
+    objects: list[tuple[str, Shape, Shape]]
+    """(key, place, grid) of every `_extra_state`."""
+
+    @classmethod
+    def of(cls, header: Header, layout: Layout, padded: int, *, local: bool) -> "GlobalModel":
+        config, chunks = header.config, list[PlannedChunk]()
+        whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+        natives = [
+            native
+            for native in native_tensors(family(config.family).rows, config, "core", Layout(), 0, whole, padded)
+            if not native.tied_copy
+        ]
+        stacked = config.moe_layers is None
+        places: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
+        for native in natives:
+            key, place = stack(native.name, layers=stacked, local=local)
+            ranks = layout.etp if native.of_experts else layout.tp
+            chunks += cut(native, key, place, native_dtype(header, native), ranks)
+            places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
+            shapes[key] = (*(last + 1 for last in places[key]), *native.shape)
+        _require_one_dtype(chunks)
+        return cls(stacked, chunks, shapes, list(_extra_objects(natives, stacked, local)))
+
+
+def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
+    dtypes: dict[str, str] = {}
+    for chunk in chunks:
+        if dtypes.setdefault(chunk.key, chunk.dtype) != chunk.dtype:
+            raise NotExpressible(
+                f"{chunk.key}: would stack layers of {dtypes[chunk.key]} and {chunk.dtype}; give --dtype to have them all the same"
+            )
+
+
+def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape]]:
+    names = [native.name for native in natives]
+    modules = [name for name in extra_states(names) if ".linear_" in name or not (local or "output_layer" in name)]
+    if not local:
+        norms = ("q_layernorm.weight", "k_layernorm.weight")
+        modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]
+    placed = [stack(name, layers=stacked) for name in modules]
+    grids: dict[str, Shape] = {}
+    for key, place in placed:
+        grids[key] = tuple(max(last, index + 1) for last, index in zip(grids.get(key, place), place, strict=True))
+    for key, place in placed:
+        yield key, place or (0,), grids[key] or (1,)
+
+
+@dataclass
+class Stored:
+    """Files of one format, and the record of each chunk."""
+
+    files: dict[str, FileLayout] = field(default_factory=dict)
+    chunks: list[tuple[PlannedChunk, str, str]] = field(default_factory=list)
+    """(chunk, file, record)."""
+
+
+def _torch_dist(model: GlobalModel, count: int) -> Stored:
+    files, chunks = DistcpFiles(count), []
+    for chunk in model.chunks:
+        where = files.add_chunk(chunk.key, model.shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape)
+        chunks.append((chunk, *where))
+    for key, place_in_grid, grid in model.objects:
+        name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
+        files.add_object(name, [None])
+    return Stored(files.layouts(nested_keys=False), chunks)
+
+
+def _zarr(model: GlobalModel) -> Stored:
+    """A file for every chunk and every object."""
+    stored, objects = Stored(), torch_zip.plan(None, "archive")
+    steps = {chunk.key: chunk.shape for chunk in model.chunks}
+    for chunk in model.chunks:
+        step = steps[chunk.key]
+        index = [first // size for first, size in zip(chunk.offset, step, strict=True)]
+        if chunk.shape != step or any(first % size for first, size in zip(chunk.offset, step, strict=True)):
+            raise LayoutError(f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have")
+        file = f"{chunk.key}/{'.'.join(map(str, index))}"
+        stored.files[file] = zarr_arrays.ChunkLayout(chunk.shape, chunk.dtype)
+        stored.files[f"{chunk.key}/{zarr_arrays.ARRAY_FILE}"] = PlainFile(
+            zarr_arrays.array_json(model.shapes[chunk.key], step, chunk.dtype)
+        )
+        stored.chunks.append((chunk, file, zarr_arrays.ChunkLayout.RECORD))
+    for key, place_in_grid, grid in model.objects:
+        stored.files[f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"] = objects
+    return stored
+
+
+def place(
+    chunks: Iterator[tuple[PlannedChunk, str, str]], header: Header, options: SaveOptions
+) -> tuple[dict[Key, list[Placement]], list[tuple[str, str, int, int]]]:
+    """(placements, zeros) of (chunk, file, record)."""
+    placements: dict[Key, list[Placement]] = {}
+    zeros: list[tuple[str, str, int, int]] = []
+    last = header.config.vocab - 1
+    for chunk, file, record in chunks:
+        row_bytes = chunk.cols * ITEMSIZE[chunk.dtype]
+        padding, parts = chunk.padding, dict(chunk.parts)
+        if padding and options.vocab_padding == "repeat":
+            name = _padded_name(chunk, header)
+            again = Region(Box(last, last + 1, 0, chunk.cols), padding.start, repeat=len(padding))
+            parts[name] = (*parts.get(name, ()), again)
+        elif padding:
+            zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
+        for name, regions in parts.items():
+            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+    return placements, zeros
+
+
+def _padded_name(chunk: PlannedChunk, header: Header) -> str:
+    """The canonical tensor whose last row pads a chunk, which may hold nothing else of it."""
+    rows = [row for row in family(header.config.family).rows if row.padded_vocab]
+    return next(row.canonical for row in rows if getattr(row.core, "name", row.core) == chunk.key)

@@ -1,0 +1,36 @@
+"""Plain distributed checkpoints (DCP) with transformers' names, for torch.distributed.checkpoint.load; config.json beside.
+
+Every tensor is one chunk, its key the name in transformers' state_dict.
+"""
+
+from formats.distcp_files import DistcpFiles
+from formats.output import FileLayout, PlainFile
+from formats.tensor import ITEMSIZE, matrix_shape
+from megaconv.families import family
+from megaconv.hf_config import CONFIG_NAME, config_json
+from megaconv.ir import Header, Key
+from megaconv.layout import Chunk, Layout
+from megaconv.options import SaveOptions
+from megaconv.plan import OutputPlan, Placement
+from megaconv.table import native_tensors
+
+DESCRIPTION = "PyTorch distributed checkpoint (DCP) with transformers' names, for torchtitan, FSDP and the like"
+
+
+def plan(header: Header, options: SaveOptions) -> OutputPlan:
+    """Raises NotExpressible when the family has no config.json for this model."""
+    config, table = header.config, family(header.config.family)
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, table.write_hf(config)))}
+    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    whole, stored = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True), DistcpFiles(options.files or 1)
+    placements: dict[Key, list[Placement]] = {}
+    for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab):
+        if native.tied_copy:
+            continue
+        dtype = header.manifest[Key(next(iter(native.parts)))].dtype
+        start = (0,) * len(native.shape)
+        file, record = stored.add_chunk(native.name, native.shape, dtype, start, native.shape)
+        row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[dtype]
+        for name, regions in native.parts.items():
+            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+    return OutputPlan(files | stored.layouts(nested_keys=True), placements)

@@ -1,0 +1,95 @@
+"""Distributed checkpoints that NVIDIA's Megatron and PyTorch wrote, read bit for bit, and what comes of them in our formats."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megaconv
+from formats import safetensors, torch_dist
+from formats.chunked import ChunkedTensor
+from formats.tensor import FileTensor, read_tensor
+from megaconv.families import families
+from megaconv.layout import Chunk, Layout
+from megaconv.table import native_tensors
+from tests.conftest import FIXTURES
+from tests.put_together import elements, put_together
+from tests.runs import run
+
+TORCH_DIST = sorted(path.name for path in FIXTURES.glob("dist-*"))
+ZARR = sorted(path.name for path in FIXTURES.glob("zarr-*"))
+DCP = sorted(path.name for path in FIXTURES.glob("dcp-*") if (path / "ckpt/.metadata").is_file())
+
+
+def root(name: str) -> Path:
+    return FIXTURES / name / ("checkpoint" if name in ZARR else "")
+
+
+def expected_weights(name: str) -> dict[str, FileTensor]:
+    """By Hugging Face's names. Megatron's FSDP keeps the weights of a bf16 model in fp32."""
+    stored = safetensors.read(FIXTURES / name / "expected.safetensors")
+    if name.endswith("fsdp_dtensor"):
+        return {key.removeprefix("fp32."): tensor for key, tensor in stored.items() if key.startswith("fp32.")}
+    state = ("exp_avg.", "exp_avg_sq.", "fp32.", "step")
+    return {key: tensor for key, tensor in stored.items() if not key.startswith(state)}
+
+
+def assert_holds_weights(path: Path, expected: dict[str, FileTensor]) -> None:
+    checkpoint = megaconv.open(path)
+    config = checkpoint.config
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    rows = families()[config.family].rows
+    natives = [n for n in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab) if not n.tied_copy]
+    assert {native.name for native in natives} == set(expected)
+    for native in natives:
+        wanted = expected[native.name]
+        assert {checkpoint.tensors[name].dtype for name in native.parts} == {wanted.dtype}
+        assert np.array_equal(put_together(native, checkpoint.tensors), elements(wanted)), native.name
+
+
+@pytest.mark.parametrize("name", TORCH_DIST + ZARR)
+def test_every_weight_of_a_real_distributed_checkpoint_is_read_bit_for_bit(name: str) -> None:
+    assert_holds_weights(root(name), expected_weights(name))
+
+
+@pytest.mark.parametrize("name", DCP)
+def test_every_tensor_that_pytorch_stored_is_read_bit_for_bit(name: str) -> None:
+    """Whatever its strides, its storage's size, its dtype and the number of its axes."""
+    tensors = torch_dist.open_directory(FIXTURES / name / "ckpt").tensors()
+    found = {key.removeprefix("model.") if f"model.{key}" in tensors else key: key for key in tensors}
+    for key, wanted in safetensors.read(FIXTURES / name / "expected.safetensors").items():
+        tensor: ChunkedTensor = tensors[key] if key in tensors else tensors[found.get(key, f"model.{key}")]
+        assert (tensor.shape, tensor.dtype) == (wanted.shape, wanted.dtype), key
+        assert np.array_equal(read_tensor(tensor), read_tensor(wanted)), key
+
+
+@pytest.mark.parametrize("name", ["dist-llama-tp2pp2", "dist-mixtral-ep2-nonhomog", "zarr-llama-tp2pp2"])
+def test_the_layout_is_that_of_the_run_that_wrote_the_checkpoint(name: str, tmp_path: Path) -> None:
+    sizes = {"dist-llama-tp2pp2": (2, 2, 1), "dist-mixtral-ep2-nonhomog": (1, 1, 2), "zarr-llama-tp2pp2": (2, 2, 1)}
+    layout = megaconv.open(root(name)).layout
+    assert (layout.tp, layout.pp, layout.ep) == sizes[name]
+    assert run("convert", "--load-dir", root(name), "--saver", "core", "--save-dir", tmp_path / "out").status == 0
+    assert megaconv.open(tmp_path / "out").layout == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("dist-llama-tp2pp2", {}),
+        ("dist-gpt2-tp2pp2", {"tp": 4, "pp": 1}),
+        ("dist-mixtral-tp2ep2", {"tp": 2, "ep": 4, "etp": 1}),
+        ("dist-mixtral-ep2-nonhomog", {"pp": 2}),
+        ("core-moe-shared-tp2ep2", {"tp": 1}),
+        ("core-te-llama-tp2pp2", {"vocab_padding": "zero"}),
+    ],
+)  # fmt: skip
+def test_from_format_to_format_the_model_stays_the_same(name: str, sizes: dict[str, int | str], tmp_path: Path) -> None:
+    """torch -> torch_dist -> zarr -> torch_dist -> torch, cut anew on the way there; the last one is as the first."""
+    source = FIXTURES / name / ("checkpoint" if name.startswith("core-") else "")
+    before, fingerprint = source, megaconv.fingerprint(source).weights
+    for step, ckpt_format in enumerate(["torch", "torch_dist", "zarr", "torch_dist", "torch"]):
+        after = tmp_path / f"{step}-{ckpt_format}"
+        megaconv.convert(before, after, saver="core", ckpt_format=ckpt_format, **(sizes if step == 1 else {}))
+        assert megaconv.fingerprint(after).weights == fingerprint
+        before = after
+    assert megaconv.open(before).layout == megaconv.open(tmp_path / "1-torch_dist").layout
