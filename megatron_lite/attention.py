@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -56,10 +57,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) ->
     """PyTorch's scaled_dot_product_attention, with a mask only where a window is narrower than the sequence."""
     length = q.shape[0]
     mask = None if window is None or window >= length else window_mask(length, window, q.device)
-    heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
     )
     return out.permute(2, 0, 1, 3)
 
@@ -87,6 +88,10 @@ def _by_document(
     """Quicker than one call with a block mask, and needs no kernel of its own."""
     rows = []
     for row, lengths in enumerate(documents):
-        pieces = (x[:, row : row + 1].split(list(lengths)) for x in (q, k, v))
-        rows.append(torch.cat([call(*piece, window, dropout) for piece in zip(*pieces, strict=True)]))
+        ends = list(accumulate(lengths))
+        pieces = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            part = slice(start, end), slice(row, row + 1)
+            pieces.append(call(q[part], k[part], v[part], window, dropout))
+        rows.append(torch.cat(pieces))
     return torch.cat(rows, 1)

@@ -137,7 +137,7 @@ class ChunkBuckets:
                 if not bucket.missing and self.overlap:
                     bucket.launch()
 
-        parameter.register_post_accumulate_grad_hook(add)
+        parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
     def wait_before(self, modules: Iterator[nn.Module]) -> None:
         """Have each of these modules, when it is called, wait for the parameters it uses."""

@@ -31,8 +31,10 @@ def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:
         return
     together = torch.cat(gradients)
     comm.all_reduce(together, group)
-    for gradient, summed in zip(gradients, together.split([len(item) for item in gradients]), strict=True):
-        gradient.copy_(summed)
+    start = 0
+    for gradient in gradients:
+        gradient.copy_(together[start : start + len(gradient)])
+        start += len(gradient)
 
 
 def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Tensor:
@@ -41,7 +43,8 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
     for item in ranges:
         elsewhere = (item.info.replicated and grid.tp_rank) or (not distributed and grid.dp_rank) or item.info.tied_copy
         if not elsewhere:
-            for block in item.gradient.split(BLOCK):
+            for start in range(0, len(item.gradient), BLOCK):
+                block = item.gradient[start : start + BLOCK]
                 total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
     return total
 

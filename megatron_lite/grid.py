@@ -83,7 +83,9 @@ def check_sizes(
         )
     if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layers:
         stages = "+".join(map(str, layout.stage_layers))
-        raise LayoutError(f"stages of {stages} layers don't make {config.layers} layers in pp x vpp = {pp} x {vpp} stages")
+        raise LayoutError(
+            f"stages of {stages} layers don't make {config.layers} layers in pp x vpp = {pp} x {vpp} stages"
+        )
     rank_sizes(config, layout)
     if layout.ep > 1:
         raise LayoutError(f"expert parallel size is {layout.ep}, but mixtures of experts can't be trained yet")
@@ -92,7 +94,9 @@ def check_sizes(
             f"sequence parallelism cuts {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
         )
     if config.positions == "learned" and sequence > config.max_positions:
-        raise LayoutError(f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions")
+        raise LayoutError(
+            f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
+        )
     if vpp > 1 and microbatches % pp:
         below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
         use = f"{below} or {above}" if below else str(above)

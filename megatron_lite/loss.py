@@ -102,7 +102,7 @@ def _losses(logits: Tensor, index: Tensor, held: Tensor, ranks: TensorGroup) -> 
         largest = logits.new_full((len(logits),), -torch.inf)
         exponentials = picked = logits.new_zeros(len(logits))
     if ranks.group:
-        all_ranks = comm.gathered(torch.stack((largest, exponentials, picked)), ranks.group).unflatten(0, (-1, 3))
+        all_ranks = comm.gathered(torch.stack((largest, exponentials, picked)), ranks.group).view(ranks.size, 3, -1)
         largest = all_ranks[:, 0].amax(0)
         exponentials = (all_ranks[:, 1] * (all_ranks[:, 0] - largest).exp()).sum(0)
         picked = all_ranks[:, 2].sum(0)

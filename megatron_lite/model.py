@@ -20,7 +20,7 @@ from megatron_lite.batch import Microbatch
 from megatron_lite.loss import head_loss
 from megatron_lite.options import ModelOptions
 from megatron_lite.rotary import Rotary, rotate
-from megatron_lite.tensor import Keep, Norm, NormColumnLinear, RowLinear, TensorGroup, VocabEmbedding
+from megatron_lite.tensor import Keep, Made, Norm, NormColumnLinear, RowLinear, TensorGroup, VocabEmbedding
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Plan:
 def make_plan(config: ModelConfig, layout: Layout, options: ModelOptions, ranks: TensorGroup) -> Plan:
     """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be cut."""
     if config.experts:
-        raise NotExpressible(f"the model has {config.experts} experts a layer; mixtures of experts can't be trained yet")
+        raise NotExpressible(
+            f"the model has {config.experts} experts a layer; mixtures of experts can't be trained yet"
+        )
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     return Plan(config, options, ranks, rank_sizes(config, layout), rows)
 
@@ -88,7 +90,8 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if run.rotary is not None:
             q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
-        return self.linear_proj(self._attend(q, k, v, run).flatten(2))
+        projected: Tensor = self.linear_proj(self._attend(q, k, v, run).flatten(2))
+        return projected
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
         how: Any = {"window": self.window, "documents": run.documents, "backend": self.options.attention}
@@ -105,7 +108,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        activated: Tensor = F.silu(gate).mul_(up)
+        return activated
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -115,7 +119,7 @@ class _SwiGLU(torch.autograd.Function):
         return torch.cat((dgate, F.silu(gate).mul_(grad)), -1)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Made] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -123,6 +127,9 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
+    activation: Made
+    keep: Keep
+
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config, ffn = plan.config, plan.sizes["ffn"]
@@ -156,12 +163,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         x = x + self._drop(self.self_attention(x, run), run, rng.AFTER_ATTENTION)
-        return x + self._drop(self.mlp(x), run, rng.AFTER_MLP)
+        x = x + self._drop(self.mlp(x), run, rng.AFTER_MLP)
+        return x
 
     def _drop(self, x: Tensor, run: Pass, place: int) -> Tensor:
         if run.seed is None or not self.dropout:
             return x
-        return run.seed.drop(x, self.dropout, self.layer, place, self.ranks)
+        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks)
+        return dropped
 
 
 class Embedding(nn.Module):

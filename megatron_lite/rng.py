@@ -35,7 +35,7 @@ class Seed:
     def __init__(self, *numbers: int) -> None:
         self.value = mix(*numbers)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def drop(self, x: Tensor, probability: float, layer: int, place: int, ranks: TensorGroup) -> Tensor:
         """x [sequence (/ tp), batch, width] with some elements 0 and the others scaled up.
 

@@ -15,20 +15,23 @@ def frequencies(config: ModelConfig) -> Tensor:
     Source of the llama3 rule: Llama 3.1's reference implementation. Raises NotExpressible for scaling of another kind.
     """
     rotated = int(config.head_dim * config.rotary_percent)
-    plain = 1.0 / config.rope_theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    plain: Tensor = 1.0 / config.rope_theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     scaling = config.rope_scaling
     if scaling is None:
         return plain
     if scaling["rope_type"] == "linear":
-        return plain / scaling["factor"]
+        return plain / float(scaling["factor"])
     if scaling["rope_type"] != "llama3":
-        raise NotExpressible(f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear and llama3")
-    original, low, high = (
-        scaling[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        raise NotExpressible(
+            f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear and llama3"
+        )
+    factor, original, low, high = (
+        float(scaling[name])
+        for name in ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
     turns = original * plain / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - keep) * plain / scaling["factor"] + keep * plain
+    keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * plain / factor + keep * plain
 
 
 class Rotary:

@@ -35,7 +35,9 @@ class _ColumnLinear(torch.autograd.Function):
     """x W'. The gradient of x is summed over the ranks while that of W is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
         return F.linear(comm.gathered(x, group) if sequence else x, weight, bias)

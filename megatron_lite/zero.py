@@ -70,7 +70,10 @@ class Optimizer:
     def _make(self) -> torch.optim.Optimizer:
         """PyTorch's own arithmetic over our ranges; its state are our tensors."""
         groups = [
-            {"params": [item.tensors["master"] for item in self._ranges if item.info.decays == decays], "decays": decays}
+            {
+                "params": [item.tensors["master"] for item in self._ranges if item.info.decays == decays],
+                "decays": decays,
+            }
             for decays in (True, False)
         ]
         groups = [group for group in groups if group["params"]]

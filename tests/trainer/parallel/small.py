@@ -69,9 +69,7 @@ class Case:
 
     def alone(self) -> "Case":
         """The same in one process."""
-        return replace(
-            self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE
-        )
+        return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
 
 
 def make_engine(case: Case) -> Engine:

@@ -1,7 +1,7 @@
 """Processes that run functions of the tests together: started once, with new groups for every function.
 
-    with World(directory) as world:
-        results = world.run(4, train, case)      # train(rank, case) in 4 processes; what each returned
+with World(directory) as world:
+    results = world.run(4, train, case)      # train(rank, case) in 4 processes; what each returned
 """
 
 import traceback
