@@ -104,10 +104,10 @@ def param_groups(settings: Settings, progress: Progress, rates: tuple[float, flo
     shared = {
         "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": settings.optimizer.lr, "min_lr": settings.optimizer.min_lr, "lr": lr,
         "bias_correction": True, "betas": (settings.optimizer.adam_beta1, settings.optimizer.adam_beta2),
-        "eps": settings.optimizer.adam_eps,
+        "eps": settings.optimizer.adam_eps, "step": progress.updates,
     }  # fmt: skip
     return [
-        {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult, "step": progress.updates}
+        {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult}
         for wd_mult in (1.0, 0.0)
     ]  # fmt: skip
 
