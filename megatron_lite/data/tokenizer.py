@@ -3,16 +3,15 @@
 Their packages are imported when a tokenizer is built, and only the one that it needs.
 """
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
+from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "BertWordPieceLowerCase", "NullTokenizer")
@@ -77,15 +76,6 @@ def _file(options: TokenizerOptions, field: str) -> Path:
     return path
 
 
-def _package(name: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise UsageError(f"this tokenizer needs the package {name}: pip install 'megaconv[{extra}]'") from None
-
-
 class NullTokenizer:
     """Text that is numbers already, parted by single spaces; the end of a document is one more than the vocabulary."""
 
@@ -106,7 +96,7 @@ class SentencePieceTokenizer:
     """A sentencepiece model; neither begin nor end are added."""
 
     def __init__(self, path: Path) -> None:
-        processor = _package("sentencepiece", "tokenizers").SentencePieceProcessor
+        processor = package("sentencepiece", "this tokenizer").SentencePieceProcessor
         try:
             self._processor = processor(model_file=str(path))
         except (OSError, RuntimeError) as error:
@@ -130,7 +120,7 @@ class HuggingFaceTokenizer:
     """Any tokenizer that transformers can read, without running code that comes with it."""
 
     def __init__(self, place: str) -> None:
-        transformers = _package("transformers", "tokenizers")
+        transformers = package("transformers", "this tokenizer")
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever its many formats raise

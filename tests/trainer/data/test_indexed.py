@@ -1,6 +1,7 @@
 """Indexed files: byte for byte Megatron's, readable both ways, and refused with one sentence when something is wrong."""
 
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,7 @@ DOCUMENTS = [[[1, 2, 3]], [[]], [[4], [5, 6]], [], [[7] * 100]]
 def read(prefix: Path) -> list[list[list[int]]]:
     data = IndexedDataset(prefix)
     bounds = data.documents.tolist()
-    return [
-        [data.get(number).tolist() for number in range(first, last)]
-        for first, last in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [[data.get(number).tolist() for number in range(first, last)] for first, last in pairwise(bounds)]
 
 
 def test_a_dataset_has_exactly_these_bytes(tmp_path: Path) -> None:
@@ -182,10 +180,15 @@ def test_a_missing_file_is_named(prefix: Path) -> None:
 # Writing.
 
 
-def test_nothing_is_left_of_a_writing_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "x", U16) as writer:
-        writer.add([1, 2], [2])
+def fail_midway(writer: IndexedWriter) -> None:
+    with writer:
+        writer.add([9], [1])
         raise RuntimeError
+
+
+def test_nothing_is_left_of_a_writing_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        fail_midway(IndexedWriter(tmp_path / "x", U16))
     assert not list(tmp_path.iterdir())
 
 
@@ -193,9 +196,8 @@ def test_what_exists_stays_unless_it_is_to_be_replaced(prefix: Path) -> None:
     before = read(prefix)
     with pytest.raises(TargetExists, match="--overwrite"):
         IndexedWriter(prefix, U16)
-    with pytest.raises(RuntimeError), IndexedWriter(prefix, U16, overwrite=True) as writer:
-        writer.add([9], [1])
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        fail_midway(IndexedWriter(prefix, U16, overwrite=True))
     assert read(prefix) == before
     with IndexedWriter(prefix, U16, overwrite=True) as writer:
         writer.add([9], [1])
