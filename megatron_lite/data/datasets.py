@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megaconv.errors import UsageError
 from megatron_lite.data.blend import BlendedDataset, BlendIndices, blend_all, blend_by_weight, normalized
 from megatron_lite.data.corpora import SPLITS, Corpora, Part, parse_corpora, parse_split, part_of
+from megatron_lite.data.finetune_dataset import FinetuneDataset, read_examples
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_index import Indices, build_indices
 from megatron_lite.data.index_cache import cache_key, cached
@@ -40,6 +41,8 @@ class DataOptions:
     train_data_path: Sequence[str] = ()
     valid_data_path: Sequence[str] = ()
     test_data_path: Sequence[str] = ()
+    finetune_data: Sequence[str] = ()
+    """Files of examples; all of them are trained on unless `split` says otherwise."""
     mock_data: bool = False
     data_cache_path: Path | None = None
     reset_position_ids: bool = False
@@ -59,6 +62,8 @@ def build_datasets(options: DataOptions, tokenizer: Tokenizer, samples: Sequence
     if options.mock_data:
         mock = MockDocuments(tokenizer.vocab_size, _eod(tokenizer))
         return [builder.single(mock, part, count) for part, count in zip(parse_split(MOCK_SPLIT), samples, strict=True)]
+    if options.finetune_data:
+        return _finetune_datasets(options, tokenizer, samples)
     if options.data_path:
         corpora = parse_corpora(options.data_path)
         parts = parse_split(options.split or DEFAULT_SPLIT)
@@ -76,12 +81,25 @@ def build_datasets(options: DataOptions, tokenizer: Tokenizer, samples: Sequence
     return found
 
 
+def _finetune_datasets(
+    options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None]
+) -> list[Dataset | None]:
+    examples = read_examples(options.finetune_data, tokenizer)
+    found: list[Dataset | None] = []
+    for part, count in zip(parse_split(options.split or "1"), samples, strict=True):
+        members = part_of(part, len(examples)) if part is not None and count != 0 else np.empty(0, np.int32)
+        found.append(
+            FinetuneDataset(examples, members, options.seq_length, count, options.seed) if len(members) else None
+        )
+    return found
+
+
 def _check(options: DataOptions) -> None:
     apart = [name for name in SPLITS if getattr(options, f"{name}_data_path")]
-    sources = [bool(options.mock_data), bool(options.data_path), bool(apart)]
+    sources = [bool(options.mock_data), bool(options.data_path), bool(options.finetune_data), bool(apart)]
     if sum(sources) != 1:
         raise UsageError(
-            "give one of --data-path, --train-data-path (with --valid-data-path, --test-data-path) and --mock-data; "
+            "give one of --data-path, --train-data-path (with --valid-data-path, --test-data-path), --finetune-data, --mock-data; "
             + ("nothing says what to train on" if not any(sources) else "they exclude each other")
         )
     if apart and options.split is not None:

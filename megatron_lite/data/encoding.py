@@ -68,7 +68,7 @@ class Encoder:
             if isinstance(record, bytes) and not record.strip():
                 continue
             try:
-                fields = _fields(record)
+                fields = read_fields(record)
                 documents = [self._document(fields, key) for key in keys]
             except BadRecord as error:
                 bad.append((number, str(error)))
@@ -117,7 +117,8 @@ class Encoder:
         return found
 
 
-def _fields(record: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_fields(record: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A line of JSON or a row, by field. Raises BadRecord."""
     if isinstance(record, Mapping):
         return record
     try:
