@@ -160,6 +160,9 @@ class Data:
     train_data_path: tuple[str, ...] | None = flag(None, "the same, for training alone")
     valid_data_path: tuple[str, ...] | None = flag(None, "the same, for evaluation")
     test_data_path: tuple[str, ...] | None = flag(None, "the same, for the test at the end")
+    finetune_data: tuple[str, ...] | None = flag(
+        None, "JSON lines of {prompt, completion} or {text}, whole examples packed into sequences"
+    )
     split: str | None = flag(None, "parts of --data-path for training, evaluation, test: 969,30,1")
     data_cache_path: str | None = flag(None, "where indices of samples are kept")
     mock_data: bool = flag(False, "random tokens")

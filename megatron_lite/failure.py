@@ -6,10 +6,12 @@ connection is all there is to tell. Whatever fails on one rank alone (a file tha
 read) is raised through `all_or_none`, so that all ranks raise the same.
 """
 
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UnknownFamily, UsageError
@@ -63,19 +65,25 @@ def all_or_none(call: Callable[[], T]) -> T:
 
 
 def report(error: BaseException, where: str, store: "Store | None") -> int:
-    """Print the first cause once, over all ranks; returns the exit status. where: `rank 3 (tp 1 pp 1 dp 0)`."""
+    """Print the first cause once, over all ranks; returns the exit status.
+
+    where: `rank 3 (tp 1 pp 1 dp 0)`. store: None before ranks have met: then one of each machine speaks.
+    """
+    speaks = partial(_first, store) if store is not None else _is_first_here
     if isinstance(error, CheckpointError):
         text = str(error) if isinstance(error, SAME_EVERYWHERE) or store is None else f"{where}: {error}"
-        if store is None or _first(store):
+        if speaks():
             _print(text)
         return error.exit_status
     if store is not None and _is_lost_connection(error):
-        time.sleep(
-            PATIENCE_S
-        )  # a rank with a cause of its own gets the time to tell it; one that was killed leaves none
-        if _first(store):
-            _print(f"{where}: lost the connection to another rank, which ended without a message (was it killed?)")
-    elif store is None or _first(store):
+        time.sleep(PATIENCE_S)  # for a rank that has a cause of its own to tell it
+        silent = "was silent for longer than --distributed-timeout-minutes (does it hang?)"
+        gone = "ended without a message (was it killed?)"
+        if speaks():
+            _print(
+                f"{where}: lost the connection to another rank, which {silent if 'imed out' in str(error) else gone}"
+            )
+    elif speaks():
         traceback.print_exception(error)
         _print(f"{where}: {type(error).__name__}: {error}")
     return 1
@@ -83,17 +91,12 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
 
 def _is_lost_connection(error: BaseException) -> bool:
     """A collective that failed since another rank is gone; gloo and NCCL tell it in words alone."""
-    words = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Connection refused",
-        "NCCL",
-        "Read error",
-        "Write error",
-        "gloo",
-    )
+    words = ("by peer", "Broken pipe", "Connection refused", "NCCL", "gloo", "imed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _is_first_here() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _first(store: "Store") -> bool:

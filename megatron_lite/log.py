@@ -164,13 +164,13 @@ class WeightsAndBiases:
 def open_sinks(logging: Logging, settings: Mapping[str, Any]) -> list[Sink]:
     """On the rank that logs. Raises UsageError for a package that is missing or a file that can't be written."""
     sinks: list[Sink] = []
-    if logging.metrics_file:
-        try:
+    try:
+        if logging.metrics_file:
             sinks.append(MetricsFile(Path(logging.metrics_file)))
-        except OSError as error:
-            raise UsageError(f"--metrics-file {logging.metrics_file}: can't be written: {error.strerror}") from error
-    if logging.tensorboard_dir:
-        sinks.append(TensorBoard(logging.tensorboard_dir))
-    if logging.wandb_project:
-        sinks.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, settings))
+        if logging.tensorboard_dir:
+            sinks.append(TensorBoard(logging.tensorboard_dir))
+        if logging.wandb_project:
+            sinks.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, settings))
+    except OSError as error:
+        raise UsageError(f"{error.filename}: can't be written: {error.strerror}") from error
     return sinks

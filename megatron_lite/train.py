@@ -61,7 +61,9 @@ class Run:
     @property
     def feeder(self) -> Feeder:
         grid, data = self.engine.grid, self.settings.data
-        return Feeder(grid.device, grid.dp, grid.dp_rank, data.reset_position_ids, data.reset_attention_mask)
+        packed = data.finetune_data is not None  # examples don't see each other
+        resets = data.reset_position_ids or packed, data.reset_attention_mask or packed
+        return Feeder(grid.device, grid.dp, grid.dp_rank, *resets)
 
     def batches(self, dataset: Dataset) -> GlobalBatches:
         grid = self.engine.grid

@@ -65,9 +65,7 @@ class Running:
         return [int(process.exitcode) for process in self.processes]  # type: ignore[arg-type]
 
 
-def launch(
-    directory: Path, size: int, command: str, sabotage: Callable[[int], None] | None = None
-) -> Running:
+def launch(directory: Path, size: int, command: str, sabotage: Callable[[int], None] | None = None) -> Running:
     """`megatron_lite COMMAND` on each of `size` ranks, in this directory, which is made. sabotage(rank): called before."""
     from torch.distributed import TCPStore
 

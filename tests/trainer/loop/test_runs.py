@@ -58,7 +58,9 @@ def test_a_run_that_is_killed_and_started_again_gives_the_bits_of_one_that_was_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(50))
-def test_a_run_may_be_killed_at_any_moment(attempt: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_a_run_may_be_killed_at_any_moment(
+    attempt: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     whole = tmp_path_factory.getbasetemp() / "whole-run"
     command = f"{COMMAND} --tensor-model-parallel-size 2 --use-distributed-optimizer --async-save"
     if not whole.is_dir():
