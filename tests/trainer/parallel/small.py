@@ -1,7 +1,8 @@
 """Small models, batches, and a run of some steps at any layout."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Case:
     steps: int = 20
     masked: bool = True
     """Whether some labels don't count, and sequences consist of documents."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: tuple[tuple[str, Any], ...] = ()
     """Further fields of ModelOptions."""
     kind: str = "adamw"
 
@@ -83,7 +84,7 @@ def make_engine(case: Case) -> Engine:
             "sequence_parallel": case.sequence_parallel,
             "recompute": case.recompute,
             "vocab_divisor": 4,
-            **case.options,
+            **dict(case.options),
         }
     )
     optimizer = OptimizerOptions(
@@ -111,13 +112,38 @@ def own_batches(case: Case, step: int, engine: Engine) -> list[Microbatch]:
     return list(batches(case, step))[engine.grid.dp_rank :: case.dp]
 
 
-def train(rank: int, case: Case) -> list[StepReport]:
-    """What a rank does. Learning rate and decay move, as they do in a real run."""
+@dataclass(frozen=True)
+class Trained:
+    """What a rank knows after a run."""
+
+    reports: list[StepReport]
+    weights: dict[str, torch.Tensor]
+    """This rank's, by their names with layers counted over the whole model."""
+
+    @property
+    def losses(self) -> list[float]:
+        return [report.loss for report in self.reports]
+
+
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """By names with layers counted over the whole model."""
+    firsts = [chunk.first_layer for chunk in engine.grid.chunks()]
+    return {whole_name(name, firsts[chunk]): tensor.clone() for chunk, name, tensor in engine.parameters()}
+
+
+def whole_name(name: str, first_layer: int) -> str:
+    return re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + first_layer}", name)
+
+
+def step(engine: Engine, case: Case, number: int) -> StepReport:
+    """Learning rate and decay move, as they do in a real run."""
+    return engine.train_step(own_batches(case, number, engine), lr=1e-3 * (1 - number / 100), weight_decay=0.1)
+
+
+def train(_rank: int, case: Case) -> Trained:
+    """What a rank does."""
     engine = make_engine(case)
-    reports = [
-        engine.train_step(own_batches(case, step, engine), lr=1e-3 * (1 - step / 100), weight_decay=0.1)
-        for step in range(case.steps)
-    ]
+    reports = [step(engine, case, number) for number in range(case.steps)]
     engine.finish()
     engine.grid.close()
-    return reports
+    return Trained(reports, weights_of(engine))

@@ -47,9 +47,7 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
                 with torch.device("meta"):
                     found = {name: tuple(p.shape) for name, p in ModelChunk(plan, chunk).named_parameters()}
                 padded = padded_vocab(config.vocab, 8, tp)
-                natives = native_tensors(
-                    families()[family].rows, config, "core", layout, tp_rank, chunk, padded
-                )
+                natives = native_tensors(families()[family].rows, config, "core", layout, tp_rank, chunk, padded)
                 expected = {n.name: n.shape for n in natives if not (n.tied_copy and chunk.is_first)}
                 assert found == expected
 
@@ -67,7 +65,9 @@ def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
     for sequence in (False, True):
         ranks = TensorGroup(None, 1, 2, sequence)
         infos = list(parameter_infos(make_plan(config, layout, ModelOptions(), ranks), grid, 0, chunk))
-        partial = {info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name}
+        partial = {
+            info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name
+        }
         heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
         norms = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}
         assert partial == (heads | norms if sequence else heads)

@@ -34,12 +34,16 @@ def engine_for(directory: Path, tp: int, options: ModelOptions) -> Engine:
     checkpoint = open_checkpoint(directory)
     layout = Layout(tp, 1, 1, stage_layers=(checkpoint.config.layers,))
     dp = check_sizes(checkpoint.config, layout, tp, options, 32, 1)
-    engine = Engine(checkpoint.config, make_grid(layout, dp, torch.device("cpu")), options, OptimizerOptions(clip_grad=0))
+    engine = Engine(
+        checkpoint.config, make_grid(layout, dp, torch.device("cpu")), options, OptimizerOptions(clip_grad=0)
+    )
     load_weights(engine, checkpoint.tensors)
     return engine
 
 
-def step(_rank: int, directory: Path, tp: int, options: ModelOptions) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+def step(
+    _rank: int, directory: Path, tp: int, options: ModelOptions
+) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Logits, loss, and this rank's gradients by their parameters' names."""
     engine = engine_for(directory, tp, options)
     assert engine.optimizer is not None
@@ -77,7 +81,9 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
         matrix = gradient.reshape(matrix_shape(native.shape))
         for name, regions in native.parts.items():
             (region,) = regions  # rectangles of Hugging Face's tensors are whole canonical ones
-            height, width = (region.box.cols, region.box.rows) if region.transposed else (region.box.rows, region.box.cols)
+            height, width = (
+                (region.box.cols, region.box.rows) if region.transposed else (region.box.rows, region.box.cols)
+            )
             piece = matrix[region.row : region.row + height, region.col : region.col + width]
             whole[name] = piece.T if region.transposed else piece
     layout = Layout(tp, 1, 1, stage_layers=(config.layers,))
