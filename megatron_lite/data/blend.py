@@ -1,5 +1,7 @@
 """Several corpora in the proportions of their weights. As megatron-core's BlendedDataset and its C++ helper do it."""
 
+import math
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,28 +46,34 @@ def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
 def blend_by_weight(weights: NDArray[np.float64], size: int) -> BlendIndices:
     """Each next sample comes from the corpus that lies furthest behind its share; the first one of equals.
 
-    weights: float64, of sum 1. About 2 µs a sample.
+    weights: float64, of sum 1. About 1 µs a sample, more for many corpora.
     """
-    return _greedy(weights, size, np.full(len(weights), size, np.int64))
+    return _greedy(weights, size, [size] * len(weights))
 
 
 def blend_all(sizes: Sequence[int]) -> BlendIndices:
     """Every sample of every corpus once, in proportion to their sizes as long as they last."""
     total = sum(sizes)
-    return _greedy(np.array(sizes, np.int64) / float(total), total, np.array(sizes, np.int64))
+    return _greedy(np.array(sizes, np.int64) / float(total), total, sizes)
 
 
-def _greedy(weights: NDArray[np.float64], size: int, available: NDArray[np.int64]) -> BlendIndices:
-    dataset, sample = np.empty(size, np.int16), np.empty(size, np.int64)
-    taken, behind = np.zeros(len(weights)), np.empty(len(weights))
-    left = available.tolist()
+def _greedy(weights: NDArray[np.float64], size: int, available: Sequence[int]) -> BlendIndices:
+    """Python's own floats are quicker here than numpy's for what a blend usually has: fewer than a hundred corpora."""
+    shares, left = weights.tolist(), list(available)
+    taken = [0.0] * len(shares)
+    chosen = array("h")
     for position in range(size):
-        np.multiply(weights, max(position, 1.0), out=behind)
-        np.subtract(behind, taken, out=behind)
-        chosen = int(behind.argmax())
-        dataset[position], sample[position] = chosen, taken[chosen]
-        taken[chosen] += 1
-        left[chosen] -= 1
-        if not left[chosen]:
-            taken[chosen] = np.inf  # never behind again
+        drawn = float(position or 1)
+        behind = [share * drawn - count for share, count in zip(shares, taken)]  # noqa: B905
+        corpus = behind.index(max(behind))
+        chosen.append(corpus)
+        taken[corpus] += 1
+        left[corpus] -= 1
+        if not left[corpus]:
+            taken[corpus] = math.inf  # never behind again
+    dataset = np.frombuffer(chosen, np.int16) if chosen else np.empty(0, np.int16)
+    sample = np.empty(size, np.int64)
+    for corpus in range(len(shares)):
+        (places,) = np.nonzero(dataset == corpus)
+        sample[places] = np.arange(len(places))
     return BlendIndices(dataset, sample)

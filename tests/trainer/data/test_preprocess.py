@@ -307,3 +307,10 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(tmp_path: Path, num
 
 def children(process: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_the_example_in_the_repository_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "examples" / "data" / "prepare.sh"
+    environment = ENVIRONMENT | {"PYTHON": sys.executable}
+    done = subprocess.run([script, tmp_path / "data"], capture_output=True, text=True, check=True, env=environment)
+    assert "train: 1,000 samples" in done.stdout
