@@ -39,7 +39,8 @@ def make_datasets(settings: Settings, tokenizer: Tokenizer, sizes: Sizes, sample
     """For training, evaluation, test. samples: how many of each will be drawn. Raises UsageError, CorruptCheckpoint."""
     data = settings.data
     options = DataOptions(
-        seq_length=sizes.seq, seed=settings.training.seed, data_path=data.data_path or (), finetune_data=data.finetune_data or (), split=data.split,
+        seq_length=sizes.seq, seed=settings.training.seed, data_path=data.data_path or (),
+        finetune_data=data.finetune_data or (), split=data.split,
         train_data_path=data.train_data_path or (), valid_data_path=data.valid_data_path or (),
         test_data_path=data.test_data_path or (), mock_data=data.mock_data,
         data_cache_path=Path(data.data_cache_path) if data.data_cache_path else None,

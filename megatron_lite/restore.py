@@ -13,7 +13,7 @@ from torch import Tensor
 from formats.tensor import Box, LazyTensor, matrix_shape
 from megaconv.config import ModelConfig
 from megaconv.conversion import open_source
-from megaconv.errors import TensorMismatch, UsageError
+from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.ir import WEIGHT, Header, Key
 from megaconv.options import LoadOptions
 from megaconv.table import NativeTensor
@@ -67,7 +67,10 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
         tensors |= dist_slots(
             Path(place), source.header.config, source.header.padded_vocab or source.header.config.vocab
         )
-        with_optimizer = any(key.slot != WEIGHT for key in tensors)
+        if all(key.slot == WEIGHT for key in tensors):
+            raise NotExpressible(
+                f"{place}: its optimizer state has a form that can't be read; --no-load-optim starts a fresh one"
+            )
     if not with_optimizer:
         progress = replace(progress, engine=None)
     return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files)
