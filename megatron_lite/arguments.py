@@ -97,7 +97,8 @@ def type_hints() -> dict[str, Any]:
 
 
 def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any) -> None:
-    text, words = item.metadata["help"], {}
+    text: str = item.metadata["help"]
+    words: dict[str, Any] = {}
     if hint is bool:
         words = {"nargs": "?", "const": True, "metavar": "true|false"}
     elif item.metadata["choices"]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_lite.placement import Shard
 
@@ -54,7 +55,7 @@ def write_blocks(
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
+        save(
             {}, storage_writer=_Writer(directory), planner=_Planner(shards, objects), process_group=group,
             no_dist=group is None,
         )  # fmt: skip
@@ -76,7 +77,7 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Without the ids and paths that DCP would write into the index, so that equal states give equal files."""
 
     def storage_meta(self) -> StorageMeta | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UnknownFamily, UsageError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 _KEY = "megatron_lite/first failure"

@@ -31,8 +31,8 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
             )
         return build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=vocab - 1))
     kind = data.tokenizer_type or "HuggingFaceTokenizer"
-    files = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
-    return build_tokenizer(TokenizerOptions(kind, data.tokenizer_model, *files, vocab_size=size))
+    vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
+    return build_tokenizer(TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size))
 
 
 def make_datasets(settings: Settings, tokenizer: Tokenizer, sizes: Sizes, samples: list[int]) -> list[Dataset | None]:

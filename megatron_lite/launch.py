@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megaconv.errors import UsageError
 from megatron_lite.config import Parallel
@@ -25,7 +27,7 @@ class Place:
     rank: int
     world: int
     device: torch.device
-    store: dist.Store | None
+    store: Store | None
     """Outlives any one rank; None in a single process."""
     save_group: dist.ProcessGroup | None
     """Of all ranks, on gloo, for checkpoints alone."""
@@ -53,11 +55,7 @@ def start(parallel: Parallel) -> Place:
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{parallel.distributed_backend or 'nccl'}"
     dist.init_process_group(backend, timeout=timeout)
     saving = dist.new_group(backend="gloo", timeout=timeout)
-    return Place(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD and _store(), saving)
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    return Place(dist.get_rank(), dist.get_world_size(), device, _get_default_store(), saving)
 
 
 def _device(parallel: Parallel) -> torch.device:

@@ -133,7 +133,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError("--tensorboard-dir needs the package tensorboard: pip install tensorboard") from error
-        self._writer: Any = SummaryWriter(directory)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(directory)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         for name, value in figures.items():
