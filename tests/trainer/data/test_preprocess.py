@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nltk
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -144,7 +145,6 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
 def test_sentences_are_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nltk = pytest.importorskip("nltk")
     data = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
     data.mkdir(parents=True)
     for name, content in (
