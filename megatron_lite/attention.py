@@ -11,7 +11,15 @@ from torch import Tensor
 
 from megaconv.errors import UsageError
 
-Documents = tuple[tuple[int, ...], ...]
+
+class Documents:
+    """For each sequence of a batch the lengths of its documents, which add up to the sequence.
+
+    A class of its own so that torch.compile, which would compile anew for other numbers, never looks into it.
+    """
+
+    def __init__(self, lengths: tuple[tuple[int, ...], ...]) -> None:
+        self.lengths = lengths
 
 
 def attend(
@@ -27,12 +35,13 @@ def attend(
     """q [sequence, batch, heads, head_dim], k and v [sequence, batch, kv_heads, head_dim] -> like q.
 
     Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
-    tokens, of its own document. documents: for each sequence their lengths, which add up to the sequence.
+    tokens, of its own document.
     """
     call = flash if choose(backend, q) == "flash" else sdpa
     if documents is None:
         return call(q, k, v, window, dropout)
-    return _by_document(call, q, k, v, window, documents, dropout)
+    attended: Tensor = _by_document(call, q, k, v, window, documents, dropout)
+    return attended
 
 
 Call = Callable[[Tensor, Tensor, Tensor, int | None, float], Tensor]
@@ -82,12 +91,13 @@ def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -
     return out.transpose(0, 1)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_document(
     call: Call, q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents, dropout: float
 ) -> Tensor:
     """Quicker than one call with a block mask, and needs no kernel of its own."""
     rows = []
-    for row, lengths in enumerate(documents):
+    for row, lengths in enumerate(documents.lengths):
         ends = list(accumulate(lengths))
         pieces = []
         for start, end in zip([0, *ends], ends, strict=False):

@@ -14,8 +14,8 @@ from megaconv.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.layout import Chunk, Layout, padded_vocab
 from megaconv.table import rank_sizes
-from megatron_lite import recompute, rng
-from megatron_lite.attention import attend
+from megatron_lite import comm, recompute, rng
+from megatron_lite.attention import Documents, attend
 from megatron_lite.batch import Microbatch
 from megatron_lite.loss import head_loss
 from megatron_lite.options import ModelOptions
@@ -59,7 +59,7 @@ class Pass:
     """What every layer needs of a microbatch."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    documents: tuple[tuple[int, ...], ...] | None = None
+    documents: Documents | None = None
     seed: rng.Seed | None = None
     """Of dropout; None: nothing is dropped."""
 
@@ -163,8 +163,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         x = x + self._drop(self.self_attention(x, run), run, rng.AFTER_ATTENTION)
-        x = x + self._drop(self.mlp(x), run, rng.AFTER_MLP)
-        return x
+        return x + self._drop(self.mlp(x), run, rng.AFTER_MLP)
 
     def _drop(self, x: Tensor, run: Pass, place: int) -> Tensor:
         if run.seed is None or not self.dropout:
@@ -214,10 +213,11 @@ class Head(nn.Module):
         weight = shared if self.weight is None else self.weight
         assert weight is not None
         plan = self.plan
+        # On a CPU each tensor rank has fewer columns, and a collective is dear.
+        rows = plan.options.loss_rows or (1024 if hidden.is_cuda else 128 * plan.ranks.size)
         total, losses = head_loss(
-            hidden, weight, labels.t().reshape(-1), weights.t().reshape(-1),
-            plan.config.vocab, plan.options.loss_rows, plan.ranks,
-        )  # fmt: skip
+            hidden, weight, labels.t().reshape(-1), weights.t().reshape(-1), plan.config.vocab, rows, plan.ranks
+        )
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
 
 
@@ -265,7 +265,8 @@ class ModelChunk(nn.Module):
         if config.positions == "rope":
             self.rotary = self.rotary or Rotary(config, x.device, dtype)
             tables = self.rotary.tables(length, batch.positions)
-        made: Tensor = self.decoder(x, Pass(tables, batch.documents, seed))
+        documents = None if batch.documents is None else Documents(batch.documents)
+        made: Tensor = self.decoder(x, Pass(tables, documents, seed))
         return made
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,8 +277,6 @@ class ModelChunk(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [batch, sequence, vocabulary], the same on every tensor rank; on the last stage, without a gradient."""
-        from megatron_lite import comm
-
         head, ranks = self.output_layer, self.plan.ranks
         assert head is not None
         weight = self._shared() if head.weight is None else head.weight

@@ -29,8 +29,8 @@ class ModelOptions:
     """`sdpa`; `flash` (flash-attn, on a GPU); `auto`: flash where it is installed and fits."""
     compile: bool = False
     """torch.compile each layer."""
-    loss_rows: int = 1024
-    """Tokens whose logits exist at one time."""
+    loss_rows: int | None = None
+    """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234

@@ -120,9 +120,33 @@ class Norm(nn.Module):
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm with a bias, RMSNorm without."""
-    if bias is None:
+    if bias is not None:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+    if x.is_cuda or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """On a CPU PyTorch puts it together of simpler parts, which keep two fp32 copies of x for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, weight, inverse)
+        normed: Tensor = (wide * inverse).mul_(weight).to(x.dtype)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, grad = x.float() * inverse, grad.float()
+        dweight = (grad * normed).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        grad = grad * weight
+        along = (grad * normed).mean(-1, keepdim=True)
+        return (grad - normed * along).mul_(inverse).to(x.dtype), dweight, None
 
 
 class NormColumnLinear(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megaconv.config import ModelConfig
-from megaconv.layout import Layout, LayerSplit, split_layers
+from megaconv.layout import LayerSplit, Layout, split_layers
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.grid import check_sizes, make_grid
@@ -73,7 +73,7 @@ class Case:
         return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
 
 
-def make_engine(case: Case) -> Engine:
+def make_engine(case: Case, *, overlap: bool = True) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
         case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layers, case.pp, case.vpp, LayerSplit())
@@ -88,7 +88,13 @@ def make_engine(case: Case) -> Engine:
         }
     )
     optimizer = OptimizerOptions(
-        kind=case.kind, betas=(0.9, 0.95), clip_grad=case.clip, distributed=case.distributed, bucket_elements=4000
+        kind=case.kind,
+        betas=(0.9, 0.95),
+        clip_grad=case.clip,
+        distributed=case.distributed,
+        bucket_elements=4000,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
     )
     dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp)
     engine = Engine(config, make_grid(layout, dp, torch.device("cpu")), options, optimizer)

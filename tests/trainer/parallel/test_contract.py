@@ -8,7 +8,7 @@ import torch
 from megaconv.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
-from megaconv.layout import Layout, LayerSplit, padded_vocab, split_layers
+from megaconv.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.table import native_tensors
 from megatron_lite.grid import Grid, check_sizes, make_grid
 from megatron_lite.model import ModelChunk, make_plan
@@ -74,13 +74,13 @@ def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
 
 
 REFUSED = [
-    (dict(world=6), {"tp": 2, "pp": 2}, "6 processes can't be divided over tp x pp = 2 x 2 = 4"),
-    (dict(world=8), {"tp": 8}, "heads = 4 can't be divided over tensor parallel size"),
-    (dict(world=4), {"tp": 4}, "kv_heads = 2 can't be divided"),
-    (dict(world=2, sequence=15), {"tp": 2}, "cuts 15 tokens over tp = 2"),
-    (dict(world=2, microbatches=5), {"pp": 2, "vpp": 2}, "5 microbatches are not a multiple of 2 pipeline stages; use 4 or 6"),
-    (dict(world=2, microbatches=1), {"pp": 2, "vpp": 2}, "use 2"),
-    (dict(world=2), {"pp": 2, "stage_layers": (2, 1)}, "stages of 2+1 layers don't make 4 layers"),
+    ({"world": 6}, {"tp": 2, "pp": 2}, "6 processes can't be divided over tp x pp = 2 x 2 = 4"),
+    ({"world": 8}, {"tp": 8}, "heads = 4 can't be divided over tensor parallel size"),
+    ({"world": 4}, {"tp": 4}, "kv_heads = 2 can't be divided"),
+    ({"world": 2, "sequence": 15}, {"tp": 2}, "cuts 15 tokens over tp = 2"),
+    ({"world": 2, "microbatches": 5}, {"pp": 2, "vpp": 2}, "5 microbatches are not a multiple of 2 pipeline stages; use 4 or 6"),
+    ({"world": 2, "microbatches": 1}, {"pp": 2, "vpp": 2}, "use 2"),
+    ({"world": 2}, {"pp": 2, "stage_layers": (2, 1)}, "stages of 2+1 layers don't make 4 layers"),
 ]  # fmt: skip
 
 

@@ -44,13 +44,15 @@ EVERY = [
 
 
 @cache
-def alone(case: Case) -> Trained:
-    """What one process makes of it, here."""
-    return train(0, case)
+def alone(case: Case, world: World) -> Trained:
+    """What one process makes of it, with as many threads."""
+    (found,) = world.run(1, train, case)
+    assert isinstance(found, Trained)
+    return found
 
 
 def compare(case: Case, world: World, tolerance: float = TOLERANCE) -> None:
-    expected = alone(case.alone())
+    expected = alone(case.alone(), world)
     for found in world.run(case.world, train, case):
         for one, other in zip(found.reports, expected.reports, strict=True):
             assert one.loss == pytest.approx(other.loss, rel=tolerance)
@@ -76,7 +78,7 @@ PIPELINES = [Case("qwen3", pp=2), Case("gpt2, untied", pp=2, vpp=2), Case("qwen3
 def test_a_pipeline_computes_the_bits_of_one_process(case: Case, world: World) -> None:
     """Losses and weights, where nothing is summed in another order: untied, and without clipping by the norm."""
     case = replace(case, clip=0.0, steps=6)
-    expected = alone(case.alone())
+    expected = alone(case.alone(), world)
     weights: dict[str, torch.Tensor] = {}
     for found in world.run(case.world, train, case):
         assert found.losses == expected.losses
@@ -104,8 +106,8 @@ def test_the_same_run_twice_gives_the_same_bits(world: World) -> None:
 def test_what_dropout_drops_depends_on_no_layout(case: Case, world: World) -> None:
     case = replace(case, steps=3, options=(("hidden_dropout", 0.2),))
     compare(case, world)
-    without = alone(replace(case, options=()).alone())
-    assert alone(case.alone()).losses != without.losses
+    without = alone(replace(case, options=()).alone(), world)
+    assert alone(case.alone(), world).losses != without.losses
 
 
 def test_bf16_layouts_agree_as_far_as_bf16_does(world: World) -> None:
@@ -113,6 +115,6 @@ def test_bf16_layouts_agree_as_far_as_bf16_does(world: World) -> None:
     case = Case(
         "qwen3", tp=2, dp=2, sequence_parallel=True, distributed=True, options=(("dtype", "bfloat16"),), steps=6
     )
-    expected = alone(replace(case.alone(), options=()))
+    expected = alone(replace(case.alone(), options=()), world)
     for found in world.run(case.world, train, case):
         assert found.losses == pytest.approx(expected.losses, rel=3e-3)
