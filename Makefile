@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,data,train]"
+	$(PIP) -e ".[test,oracle,data,train,zarr]"
 	touch $@
 
 clean:

@@ -156,11 +156,11 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
             raise CorruptCheckpoint(f"{what}: {found}; save the checkpoint again")
     if _is_grid(shape, filled):
         return
-    volumes: list[int] = [prod(sizes) for _, sizes in filled]
-    held = sum(volumes)
-    if held < prod(shape):
-        raise CorruptCheckpoint(f"{what}: its chunks hold {held} of {prod(shape)} elements; a part is missing")
-    if held > prod(shape) or (prod(shape) and not _disjoint(filled, 0)):
+    total = prod(shape)
+    held = sum([prod(sizes) for _, sizes in filled])
+    if held < total:
+        raise CorruptCheckpoint(f"{what}: its chunks hold {held} of {total} elements; a part is missing")
+    if held > total or (total and not _disjoint(filled, 0)):
         raise CorruptCheckpoint(f"{what}: its chunks overlap; save the checkpoint again")
 
 

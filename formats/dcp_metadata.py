@@ -151,36 +151,49 @@ def _shape(value: object) -> Shape:
 
 def write(metadata: DcpMetadata, *, nested_keys: bool) -> bytes:
     """The bytes of `.metadata`. nested_keys: say in planner_data, as torch does, that each key is a path of one step."""
-    tensors = {name: _tensor_record(tensor) for name, tensor in metadata.tensors.items()}
-    objects = {name: Opaque(_METADATA, "BytesStorageMetadata", (), {}) for name in metadata.objects}
-    state = {
-        "state_dict_metadata": tensors | objects,
-        "planner_data": {name: (name,) for name in (*tensors, *objects)} if nested_keys else None,
-        "storage_data": dict(_storage(metadata)),
-        "storage_meta": None,
-        "version": "1.0.0",
-    }
-    return dumps(Opaque(_METADATA, "Metadata", (), state))[0]
+    return dumps(_Records().metadata(metadata, nested_keys))[0]
 
 
-def _tensor_record(tensor: StoredTensor) -> Opaque:
-    layout = Opaque("torch.serialization", "_get_layout", ("torch.strided",))
-    contiguous = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
-    properties = Opaque(_METADATA, "TensorProperties", (), (TorchDtype(tensor.dtype), layout, False, contiguous, False))
-    chunks = [
-        Opaque(_METADATA, "ChunkStorageMetadata", (), {"offsets": _size(chunk.offset), "sizes": _size(chunk.shape)})
-        for chunk in tensor.chunks
-    ]
-    state = {"properties": properties, "size": _size(tensor.shape), "chunks": chunks}
-    return Opaque(_METADATA, "TensorStorageMetadata", (), state)
+class _Records:
+    """What torch would pickle. A shape that occurs again is the same record, so that it is written once."""
 
+    def __init__(self) -> None:
+        self._sizes: dict[Shape, Opaque] = {}
+        layout = Opaque("torch.serialization", "_get_layout", ("torch.strided",))
+        contiguous = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
+        self._properties = layout, False, contiguous, False
 
-def _storage(metadata: DcpMetadata) -> Iterable[tuple[Opaque, Opaque]]:
-    for name, tensor in metadata.tensors.items():
-        for chunk in tensor.chunks:
-            yield _index({"fqn": name, "index": None, "offset": _size(chunk.offset)}), _info(chunk.place)
-    for name, place in metadata.objects.items():
-        yield _index({"fqn": name, "index": None}), _info(place)
+    def metadata(self, metadata: DcpMetadata, nested_keys: bool) -> Opaque:
+        tensors = {name: self._tensor(tensor) for name, tensor in metadata.tensors.items()}
+        objects = {name: Opaque(_METADATA, "BytesStorageMetadata", (), {}) for name in metadata.objects}
+        state = {
+            "state_dict_metadata": tensors | objects,
+            "planner_data": {name: (name,) for name in (*tensors, *objects)} if nested_keys else None,
+            "storage_data": dict(self._storage(metadata)),
+            "storage_meta": None,
+            "version": "1.0.0",
+        }
+        return Opaque(_METADATA, "Metadata", (), state)
+
+    def _tensor(self, tensor: StoredTensor) -> Opaque:
+        properties = Opaque(_METADATA, "TensorProperties", (), (TorchDtype(tensor.dtype), *self._properties))
+        chunks = [self._chunk(chunk) for chunk in tensor.chunks]
+        state = {"properties": properties, "size": self._size(tensor.shape), "chunks": chunks}
+        return Opaque(_METADATA, "TensorStorageMetadata", (), state)
+
+    def _chunk(self, chunk: StoredChunk) -> Opaque:
+        state = {"offsets": self._size(chunk.offset), "sizes": self._size(chunk.shape)}
+        return Opaque(_METADATA, "ChunkStorageMetadata", (), state)
+
+    def _storage(self, metadata: DcpMetadata) -> Iterable[tuple[Opaque, Opaque]]:
+        for name, tensor in metadata.tensors.items():
+            for chunk in tensor.chunks:
+                yield _index({"fqn": name, "index": None, "offset": self._size(chunk.offset)}), _info(chunk.place)
+        for name, place in metadata.objects.items():
+            yield _index({"fqn": name, "index": None}), _info(place)
+
+    def _size(self, shape: Shape) -> Opaque:
+        return self._sizes.setdefault(shape, Opaque("torch", "Size", (shape,)))
 
 
 def _index(state: dict[str, object]) -> Opaque:
@@ -190,7 +203,3 @@ def _index(state: dict[str, object]) -> Opaque:
 def _info(place: Range) -> Opaque:
     state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
     return Opaque("torch.distributed.checkpoint.filesystem", "_StorageInfo", (), state)
-
-
-def _size(shape: Shape) -> Opaque:
-    return Opaque("torch", "Size", (shape,))

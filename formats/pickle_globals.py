@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
+from typing import cast
 
 import numpy as np
 
@@ -139,10 +140,13 @@ def _tuple(value: object) -> tuple[object, ...]:
 
 
 def _naturals(values: object) -> Shape:
-    naturals = tuple(value for value in _tuple(values)[:65] if type(value) is int and 0 <= value < 1 << 63)
-    if len(naturals) != len(_tuple(values)):
-        raise MalformedError("a shape, stride or offset that is not made of natural numbers")
-    return naturals
+    sizes = _tuple(values)
+    if len(sizes) > 64:
+        raise MalformedError("a shape of more than 64 axes")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < 1 << 63:
+            raise MalformedError("a shape, stride or offset that is not made of natural numbers")
+    return cast(Shape, sizes)
 
 
 def _tensor_v1(storage: object, offset: object, shape: object, strides: object) -> TensorRecord:

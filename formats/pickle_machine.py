@@ -64,7 +64,9 @@ class Machine:
 
     def count_copies(self, values: Iterable[object]) -> None:
         """A call may copy what it is given, and two bytes are enough to give the same long value again."""
-        self.copied += sum(len(value) for value in values if isinstance(value, (str, bytes, list, tuple, dict)))
+        for value in values:
+            if isinstance(value, (str, bytes, list, tuple, dict)):
+                self.copied += len(value)
         if self.copied > 64 * (self.position - self.start) + (1 << 20):
             raise MalformedError("it multiplies its contents")
 

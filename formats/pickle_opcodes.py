@@ -12,18 +12,34 @@ from formats.pickle_machine import LIMIT_BYTES, Machine
 Handler = Callable[[Machine], None]
 _U1, _U2, _U4, _U8, _I4, _F8 = Struct("<B"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
 _LONGEST_NUMBER = 255
-_STOP = ord(".")
+_STOP, _GET, _GET4, _PUT4, _NUMBER, _MEMOIZE = b".hjrK\x94"
 
 
 def run(machine: Machine) -> object:
     """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes lead to."""
-    data, end = machine.data, machine.end
-    while machine.position < end:
-        code = data[machine.position]
-        machine.position += 1
-        if code == _STOP:
+    data, end, memo = machine.data, machine.end, machine.memo
+    while (position := machine.position) < end:
+        code = data[position]
+        machine.position = position + 1
+        # The most frequent ones first, without a call: `.metadata` of a large model has millions of instructions.
+        if code == _GET and position + 1 < end:
+            machine.stack.append(memo[data[position + 1]])
+            machine.position = position + 2
+        elif code == _NUMBER and position + 1 < end:
+            machine.stack.append(data[position + 1])
+            machine.position = position + 2
+        elif code == _GET4 and position + 4 < end:
+            machine.stack.append(memo[int.from_bytes(data[position + 1 : position + 5], "little")])
+            machine.position = position + 5
+        elif code == _PUT4 and position + 4 < end:
+            memo[int.from_bytes(data[position + 1 : position + 5], "little")] = machine.stack[-1]
+            machine.position = position + 5
+        elif code == _MEMOIZE:
+            memo[len(memo)] = machine.stack[-1]
+        elif code == _STOP:
             return machine.stack.pop()
-        _HANDLERS[code](machine)
+        else:
+            _HANDLERS[code](machine)
     raise MalformedError("it ends too early" if end == len(data) else f"it is longer than {LIMIT_BYTES} bytes")
 
 

@@ -44,7 +44,7 @@ class Global:
     name: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opaque:
     """An object of a class that this reader does not know: how it would be made, never the object itself.
 

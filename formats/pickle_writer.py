@@ -11,7 +11,7 @@ from math import prod
 from struct import pack
 from typing import Any
 
-from formats.pickle_records import STORAGE_DTYPES, Opaque, TorchDtype
+from formats.pickle_records import STORAGE_DTYPES, NumpyArray, Opaque, TorchDtype
 from formats.tensor import ITEMSIZE, Shape, byte_count
 
 _TYPED_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if dtype in ITEMSIZE and "Untyped" not in name}
@@ -26,10 +26,20 @@ class Placeholder:
     dtype: str
 
 
-def dumps(value: object) -> tuple[bytes, dict[str, Placeholder]]:
+@dataclass(frozen=True)
+class Constant:
+    """A small tensor whose bytes are known (row-major, little-endian): a step counter, a generator's state."""
+
+    shape: Shape
+    dtype: str
+    data: bytes
+
+
+def dumps(value: object) -> tuple[bytes, dict[str, Placeholder | Constant]]:
     """The pickle of value, and its tensors by storage name ("0", "1" … in the order in which they were met).
 
-    value: None, bool, int, float, str, tuple, list, dict, OrderedDict, argparse.Namespace, TorchDtype, Placeholder, Opaque.
+    value: None, bool, int, float, str, tuple, list, dict, OrderedDict, argparse.Namespace, TorchDtype, NumpyArray, Opaque,
+    Placeholder, Constant.
     An Opaque is what it was read from: a call with its args, or without args an object that is given its state.
     Raises TypeError for anything else (subclasses too), ValueError for a key that two placeholders share.
     """
@@ -41,7 +51,7 @@ def dumps(value: object) -> tuple[bytes, dict[str, Placeholder]]:
 class _Writer:
     def __init__(self) -> None:
         self.out: list[bytes] = []
-        self.storages: dict[str, Placeholder] = {}
+        self.storages: dict[str, Placeholder | Constant] = {}
         self.keys: set[str] = set()
         self.memo: dict[Hashable, int] = {}
 
@@ -54,12 +64,20 @@ class _Writer:
 
     def once(self, content: bytes) -> None:
         """Something immutable: written the first time, fetched from the reader's memo afterwards."""
-        number = self.memo.get(content)
-        if number is None:
-            number = self.memo[content] = len(self.memo)
-            self.out += content, b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number)
-        else:
+        if not self.fetch(content):
+            self.out.append(content)
+            self.remember(content)
+
+    def fetch(self, key: Hashable) -> bool:
+        number = self.memo.get(key)
+        if number is not None:
             self.out.append(b"h" + pack("<B", number) if number < 256 else b"j" + pack("<I", number))
+        return number is not None
+
+    def remember(self, key: Hashable) -> None:
+        """What was written last."""
+        number = self.memo[key] = len(self.memo)
+        self.out.append(b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number))
 
     def name(self, module: str, name: str) -> None:
         self.once(f"c{module}\n{name}\n".encode())
@@ -111,21 +129,52 @@ class _Writer:
         self.out.append(b"b")
 
     def opaque(self, value: Opaque) -> None:
+        """A call's result (a torch.Size, a member of an enumeration) can't change: the same record is written once."""
+        if value.state is None and self.fetch(id(value)):
+            return
         self.name(value.module, value.name)
         self.write(value.args)
         self.out.append(b"R" if value.args else b"\x81")
         if value.state is not None:
             self.write(value.state)
             self.out.append(b"b")
+        else:
+            self.remember(id(value))
 
     def dtype(self, value: TorchDtype) -> None:
         self.name("torch", _known(value.name))
 
-    def tensor(self, value: Placeholder) -> None:
+    def encoded(self, value: bytes) -> None:
+        """Protocol 2 knows none."""
+        self.name("_codecs", "encode")
+        self.text(value.decode("latin1"))
+        self.text("latin1")
+        self.out.append(b"\x86R")
+
+    def array(self, value: NumpyArray) -> None:
+        """As numpy 2 writes it: an empty array, then its state."""
+        self.name("numpy._core.multiarray", "_reconstruct")
+        self.name("numpy", "ndarray")
+        self.write((0,))
+        self.encoded(b"b")
+        self.out.append(b"\x87R(")
+        self.write(1)
+        self.write(value.shape)
+        self.name("numpy", "dtype")
+        self.write((value.dtype[1:], False, True))
+        self.out.append(b"R")
+        self.write((3, value.dtype[0], None, None, None, -1, -1, 0))
+        self.out.append(b"b")
+        self.write(value.fortran)
+        self.encoded(value.data)
+        self.out.append(b"tb")
+
+    def tensor(self, value: Placeholder | Constant) -> None:
         """Dtypes without a storage class of their own lie in untyped storages, as torch writes them."""
-        if value.key in self.keys:
-            raise ValueError(f"two tensors of one file have the key {value.key!r}")
-        self.keys.add(value.key)
+        if isinstance(value, Placeholder):
+            if value.key in self.keys:
+                raise ValueError(f"two tensors of one file have the key {value.key!r}")
+            self.keys.add(value.key)
         typed = _known(value.dtype) in _TYPED_STORAGES
         self.name("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         self.out.append(b"(")
@@ -137,7 +186,7 @@ class _Writer:
             self.dtype(TorchDtype(value.dtype))
         self.out.append(b"tR")
 
-    def storage(self, value: Placeholder) -> None:
+    def storage(self, value: Placeholder | Constant) -> None:
         name = str(len(self.storages))
         self.storages[name] = value
         self.out.append(b"(")
@@ -189,5 +238,6 @@ def _float(writer: _Writer, value: float) -> None:
 _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _plain(b"N"), bool: _bool, int: _Writer.integer, float: _float, str: _Writer.text,
     tuple: _Writer.sequence, list: _list, dict: _dict, OrderedDict: _Writer.ordered_dict,
-    Namespace: _Writer.namespace, TorchDtype: _Writer.dtype, Placeholder: _Writer.tensor, Opaque: _Writer.opaque,
+    Namespace: _Writer.namespace, TorchDtype: _Writer.dtype, NumpyArray: _Writer.array, Opaque: _Writer.opaque,
+    Placeholder: _Writer.tensor, Constant: _Writer.tensor,
 }  # fmt: skip

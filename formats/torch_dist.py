@@ -19,7 +19,7 @@ from formats import dcp_metadata, safetensors, torch_zip
 from formats.chunked import Chunk, ChunkedTensor
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredTensor
 from formats.errors import CheckpointError, CorruptCheckpoint
-from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
 
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
@@ -76,6 +76,13 @@ def open_directory(directory: Path) -> DistDirectory:
                 f"{file.path}: {name} should lie at byte {place.offset}, {place.nbytes} bytes long, but the file has "
                 f"{file.size}; copy it again"
             )
+    for name, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks:
+            if byte_count(chunk.shape, tensor.dtype) > chunk.place.nbytes:
+                raise CorruptCheckpoint(
+                    f"{directory / METADATA_NAME}: {name} has a chunk {list(chunk.shape)} of {tensor.dtype} in "
+                    f"{chunk.place.nbytes} bytes; save the checkpoint again"
+                )
     return DistDirectory(directory, metadata, files)
 
 

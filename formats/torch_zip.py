@@ -22,12 +22,12 @@ from formats import pickle_guard, torch_legacy
 from formats.errors import CorruptCheckpoint
 from formats.output import Record
 from formats.pickle_machine import LIMIT_BYTES
-from formats.pickle_writer import Placeholder, dumps
+from formats.pickle_writer import Constant, Placeholder, dumps
 from formats.stored_zip import Member, PlannedMember, directory, local_header, place, read_directory
 from formats.tensor import InputFile, byte_count
 from formats.torch_storage import Storage, StorageId, lazy_tensor
 
-__all__ = ["Placeholder", "TorchZipLayout", "plan", "read", "read_at"]
+__all__ = ["Constant", "Placeholder", "TorchZipLayout", "plan", "read", "read_at"]
 
 
 def read(path: Path) -> object:
@@ -133,10 +133,12 @@ def plan(value: object, root: str) -> TorchZipLayout:
     identity = int(sha256(pickle).hexdigest(), 16) % 10**40
     before = {"data.pkl": pickle, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
     after = {"version": b"3\n", ".data/serialization_id": b"%040d" % identity}
-    tensors = {f"{root}/data/{name}": tensor for name, tensor in storages.items()}
+    stored = {f"{root}/data/{name}": tensor for name, tensor in storages.items()}
+    tensors = {name: tensor for name, tensor in stored.items() if isinstance(tensor, Placeholder)}
     contents = {f"{root}/{name}": content for name, content in (before | after).items()}
+    contents |= {name: tensor.data for name, tensor in stored.items() if isinstance(tensor, Constant)}
     sizes = {f"{root}/{name}": len(content) for name, content in before.items()}
-    sizes |= {name: byte_count(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    sizes |= {name: byte_count(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     sizes |= {f"{root}/{name}": len(content) for name, content in after.items()}
     members = tuple(place(sizes.items()))
     records = {tensors[m.name].key: Record(m.payload, m.nbytes) for m in members if m.name in tensors}

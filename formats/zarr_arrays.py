@@ -11,9 +11,9 @@ Source: megatron/core/dist_checkpointing/strategies/zarr.py and tensorstore.py, 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,13 @@ def _read_array(folder: Path) -> ChunkedTensor:
         raise CorruptCheckpoint(f"{path}: is no zarr array that Megatron writes ({error}); save it again") from error
     sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     counts = [-(-whole // size) for whole, size in zip(shape, step, strict=True)]
-    names = (".".join(map(str, index)) or "0" for index in product(*map(range, counts)))
+    names = (_name(place) for place in _places(counts))
     missing = next((name for name in islice(names, len(sizes) + 1) if name not in sizes), None)
     if missing is not None:
         raise CorruptCheckpoint(f"{folder / missing}: no such file; the array {folder.name} has {prod(counts)} chunks")
     chunks = []
-    for index in product(*map(range, counts)):
-        name = ".".join(map(str, index)) or "0"
+    for index in _places(counts):
+        name = _name(index)
         if sizes[name] != byte_count(step, dtype):
             raise CorruptCheckpoint(
                 f"{folder / name}: has {sizes[name]} bytes, a chunk {list(step)} of {dtype} {byte_count(step, dtype)}; copy it again"
@@ -100,6 +100,20 @@ def _read_array(folder: Path) -> ChunkedTensor:
         held = tuple(min(size, whole - first) for first, size, whole in zip(offset, step, shape, strict=True))
         chunks.append(Chunk(offset, held, _ChunkFile(folder / name, step, dtype), step))
     return ChunkedTensor(shape, dtype, chunks)
+
+
+def _places(counts: Sequence[int]) -> Iterator[Shape]:
+    """All places in a grid in row-major order; one after another, since a hostile array may claim to have any number."""
+    if not counts:
+        yield ()
+        return
+    for first in range(counts[0]):
+        yield from ((first, *rest) for rest in _places(counts[1:]))
+
+
+def _name(place: Shape) -> str:
+    """Of the file of one chunk."""
+    return ".".join(map(str, place)) or "0"
 
 
 def _describe(array: Mapping[str, Any]) -> tuple[Shape, Shape, str]:

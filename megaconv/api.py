@@ -27,6 +27,7 @@ def convert(
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
     dtype: str | None = None,
+    optimizer: bool | None = None,
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
@@ -36,7 +37,8 @@ def convert(
 ) -> Report:
     """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
 
-    Sizes left out stay as the source has them. save_options: further fields of SaveOptions, such as
+    Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
+    it. save_options: further fields of SaveOptions, such as
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
     """
     split = LayerSplit(layers=layer_split)
@@ -45,7 +47,7 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None),
         load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
         save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
-        dtype=dtype, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+        dtype=dtype, optimizer=optimizer, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
     )  # fmt: skip
     return run_conversion(load_dir, save_dir, saver, options)
 

@@ -3,14 +3,15 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
 from megaconv.errors import TensorMismatch
-from megaconv.ir import Key
+from megaconv.ir import WEIGHT, Key
 from megaconv.table import NativeTensor, Region
+from megaconv.training import ParamGroup
 
 _log = logging.getLogger("megaconv")
 
@@ -166,11 +167,22 @@ class Placed:
     tensor: LazyTensor
     where: str
     """For messages: the file."""
+    slots: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """The optimizer's tensors of this parameter."""
+    group: ParamGroup | None = None
+    """Of the optimizer's parameter groups; None where there is no optimizer."""
+
+    def of_slot(self, slot: str) -> "Placed":
+        """The optimizer's tensor in the weight's place."""
+        return replace(self, tensor=self.slots[slot], slots={})
 
 
-def assemble(shapes: Mapping[str, Shape], placed: Iterable[Placed], *, strict: bool) -> dict[Key, LazyTensor]:
+def assemble(
+    shapes: Mapping[str, Shape], placed: Iterable[Placed], *, strict: bool, slot: str = WEIGHT
+) -> dict[Key, LazyTensor]:
     """Every canonical tensor from the native tensors of a whole checkpoint, in the order of `shapes`.
 
+    slot: what they are of their parameters; slots other than weights exist of those parameters that were placed.
     Replicas on other ranks and second copies of tied embeddings are compared while the tensor is read: a difference is
     an error when strict, and reported otherwise. Raises TensorMismatch for native tensors of an unexpected shape.
     """
@@ -194,8 +206,9 @@ def assemble(shapes: Mapping[str, Shape], placed: Iterable[Placed], *, strict: b
                     f"{item.where}: {item.native.name} is {item.tensor.dtype}, other ranks have {dtypes[name]}"
                 )
     return {
-        Key(name): Assembled(name, shape, dtypes[name], parts[name], copies.get(name, ()))
+        (key := Key(name, slot)): Assembled(str(key), shape, dtypes[name], parts[name], copies.get(name, ()))
         for name, shape in shapes.items()
+        if slot == WEIGHT or name in parts
     }
 
 

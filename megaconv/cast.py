@@ -1,6 +1,6 @@
 """Change of dtype on the way: the only arithmetic there is, and the only reason to import torch while converting."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.errors import UsageError
 from megaconv.ir import WEIGHT, Header, Key, Source, TensorInfo
+from megaconv.training import EXP_AVG, MASTER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What --dtype accepts; the full names are accepted too."""
@@ -46,7 +47,11 @@ class CastTensor:
 
 @dataclass(frozen=True)
 class CastSource:
-    """A source whose floating-point weights come in another dtype."""
+    """A source whose floating-point weights come in another dtype.
+
+    Its optimizer stays the same optimizer: moments are not touched, weights are rounded from their fp32 masters where
+    there are any, masters that an fp32 output has become its weights, and fp32 weights the masters of a 16-bit output.
+    """
 
     source: Source
     dtype: str
@@ -54,13 +59,36 @@ class CastSource:
     @property
     def header(self) -> Header:
         header = self.source.header
-        manifest = {key: TensorInfo(info.shape, self._dtype(key, info.dtype)) for key, info in header.manifest.items()}
+        made = self._made(header.manifest)
+        manifest = {key: TensorInfo(header.manifest[origin].shape, dtype) for key, origin, dtype in made}
         return replace(header, manifest=manifest, config=replace(header.config, dtype=self.dtype))
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
-        for key, tensor in self.source.tensors():
-            dtype = self._dtype(key, tensor.dtype)
-            yield key, tensor if dtype == tensor.dtype else CastTensor(tensor, dtype)
+        header = self.source.header
+        if not header.carries_optimizer:
+            for key, tensor in self.source.tensors():
+                yield key, _cast(tensor, self._dtype(tensor.dtype))
+            return
+        found = dict(self.source.tensors())
+        for key, origin, dtype in self._made(header.manifest):
+            yield key, _cast(found[origin], dtype)
 
-    def _dtype(self, key: Key, dtype: str) -> str:
-        return self.dtype if key.slot == WEIGHT and dtype in _FLOATS else dtype
+    def _made(self, manifest: Mapping[Key, TensorInfo]) -> Iterator[tuple[Key, Key, str]]:
+        """(tensor, the one that it is made from, its dtype)"""
+        for key, info in manifest.items():
+            master = Key(key.name, MASTER)
+            best = master if master in manifest else key
+            if key.slot == WEIGHT:
+                dtype = self._dtype(info.dtype)
+                yield key, key if dtype == info.dtype else best, dtype
+                if dtype != "float32" and manifest[best].dtype == "float32" and Key(key.name, EXP_AVG) in manifest:
+                    yield master, best, "float32"
+            elif key.slot != MASTER:
+                yield key, key, info.dtype
+
+    def _dtype(self, dtype: str) -> str:
+        return self.dtype if dtype in _FLOATS else dtype
+
+
+def _cast(tensor: LazyTensor, dtype: str) -> LazyTensor:
+    return tensor if tensor.dtype == dtype else CastTensor(tensor, dtype)

@@ -1,14 +1,14 @@
 """A checkpoint of any kind, opened for looking into: `megaconv.open(path)`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.config import ModelConfig
 from megaconv.conversion import open_source
-from megaconv.ir import WEIGHT, Header
+from megaconv.ir import WEIGHT, Header, Key
 from megaconv.layout import Layout
 from megaconv.options import LoadOptions
 
@@ -22,6 +22,8 @@ class Checkpoint:
 
     header: Header
     tensors: Mapping[str, LazyTensor]
+    slots: Mapping[Key, LazyTensor] = field(default_factory=dict)
+    """The optimizer's tensors, where there are any: `Key("layers.0.attn.q.weight", "exp_avg")`."""
 
     @property
     def config(self) -> ModelConfig:
@@ -45,4 +47,7 @@ class Checkpoint:
 def open_checkpoint(path: str | Path, options: LoadOptions | None = None) -> Checkpoint:
     """Open a directory or a Hub id; reads metadata only. Raises CheckpointError."""
     _, source = open_source(path, None, options)
-    return Checkpoint(source.header, {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT})
+    found = dict(source.tensors())
+    weights = {key.name: tensor for key, tensor in found.items() if key.slot == WEIGHT}
+    slots = {key: tensor for key, tensor in found.items() if key.slot != WEIGHT}
+    return Checkpoint(source.header, weights, slots)

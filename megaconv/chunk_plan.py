@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.assembled import overlap
+from megaconv.ir import WEIGHT
 from megaconv.table import NativeTensor, Region
 
 
@@ -26,11 +27,15 @@ class PlannedChunk:
     """That regions count in: those of the native tensor, 1 for a vector."""
     parts: Mapping[str, tuple[Region, ...]]
     """By canonical name; rows and columns count in the chunk."""
+    slot: str = WEIGHT
+    """What it is of its parameters: the weight, or optimizer state."""
     padding: range = range(0)
     """The chunk's own rows that belong to no canonical tensor."""
 
 
-def cut(native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int) -> Iterator[PlannedChunk]:
+def cut(
+    native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int, slot: str = WEIGHT
+) -> Iterator[PlannedChunk]:
     """The chunks of one native tensor, in row-major order. place: in the first axes of the global tensor that key names."""
     rows, cols = matrix_shape(native.shape)
     row_runs = _row_runs(native, ranks) if native.tp == 0 else [range(rows)]
@@ -44,7 +49,7 @@ def cut(native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int) ->
             parts = {name: tuple(_inside(regions, box)) for name, regions in native.parts.items()}
             yield PlannedChunk(
                 key, (*place, *offset), (*(1,) * len(place), *shape), dtype, width,
-                {name: regions for name, regions in parts.items() if regions},
+                {name: regions for name, regions in parts.items() if regions}, slot,
                 range(min(max(0, filled - run.start), len(run)), len(run)),
             )  # fmt: skip
 

@@ -69,6 +69,8 @@ def convert(
     grouped_experts: opt.Grouped = False,
     config: Config = None,
     dtype: opt.Dtype = None,
+    optimizer: opt.Optimizer = None,
+    distributed_optimizer: opt.DistributedOptimizer = None,
     bf16: opt.Bf16 = False,
     fp16: opt.Fp16 = False,
     vocab_divisor: opt.VocabDivisor = None,
@@ -106,12 +108,13 @@ def convert(
     save = SaveOptions(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
-        vocab_padding=vocab_padding, release=release, max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
+        vocab_padding=vocab_padding, distributed_optimizer=distributed_optimizer, release=release,
+        max_shard_bytes=opt.byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type,
     )  # fmt: skip
     options = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
-        dtype=opt.one_dtype(dtype, bf16, fp16),
+        dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
     )  # fmt: skip
     if dry_run:
@@ -122,11 +125,12 @@ def convert(
 
 def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.conversion import convert as run
+    from megaconv.conversion import load_options
     from megaconv.inspection import readable
     from megaconv.progress import Progress
 
     try:
-        with Progress("converting", lambda: _size(load_dir, options.load)) as progress:
+        with Progress("converting", lambda: _size(load_dir, load_options(saver, options))) as progress:
             report = run(load_dir, save_dir, saver, options, progress.advance)
     except Interrupted:
         raise Interrupted("give --resume again to go on" if options.resume else "") from None
@@ -137,9 +141,12 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
     print(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
-    if report.header.has_optimizer:
-        print("optimizer state was left out: only weights are converted", file=sys.stderr)
-    print(f"fingerprint {report.fingerprint.weights}" + (" (verified)" if report.verified else ""))
+    for notice in report.notices:
+        print(notice, file=sys.stderr)
+    verified = " (verified)" if report.verified else ""
+    print(f"fingerprint {report.fingerprint.weights}{verified}")
+    if report.fingerprint.optimizer is not None:
+        print(f"optimizer   {report.fingerprint.optimizer}{verified}")
 
 
 def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
@@ -152,6 +159,8 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
         return
     for name, size in report.files.items():
         print(f"{size:>18,}  {save_dir / name}")
+    for notice in report.notices:
+        print(notice, file=sys.stderr)
     print(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
     )
@@ -163,7 +172,7 @@ def inspect(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab =
     from megaconv.inspection import inspect as run
     from megaconv.options import LoadOptions
 
-    found = run(path, LoadOptions(config, true_vocab_size))
+    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False))
     if as_json:
         _print_json(found.to_json())
         return
@@ -173,14 +182,21 @@ def inspect(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab =
 
 @app.command(epilog="Example: megaconv fingerprint Llama-2-7b")
 def fingerprint(
-    path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False
+    path: opt.Input,
+    config: Config = None,
+    true_vocab_size: TrueVocab = None,
+    optimizer: opt.ReadOptimizer = True,
+    as_json: Json = False,
 ) -> None:
-    """Hash a model: equal for the same weights in any format, naming and layout. Reads everything."""
+    """Hash a model: equal for the same weights in any format, naming and layout. Reads everything.
+
+    Optimizer state, where there is any, has a hash of its own.
+    """
     from megaconv.conversion import fingerprint as run
     from megaconv.options import LoadOptions
     from megaconv.progress import Progress
 
-    options = LoadOptions(config, true_vocab_size)
+    options = LoadOptions(config, true_vocab_size, optimizer=optimizer)
     with Progress("reading", lambda: _size(path, options)) as progress:
         found = run(path, options, advance=progress.advance)
     if as_json:
@@ -193,6 +209,8 @@ def fingerprint(
         )
     else:
         print(found.weights)
+        if found.optimizer is not None:
+            print(f"{found.optimizer} (optimizer)")
 
 
 @app.command(epilog="Example: megaconv diff Llama-2-7b ckpt && echo the same model")
@@ -202,15 +220,21 @@ def diff(
     config_too: Annotated[
         bool, typer.Option("--config-too", help="Let differences in the configurations count as well.")
     ] = False,
+    optimizer: opt.ReadOptimizer = True,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints tensor by tensor. Exit status 0: the same; 4: they differ."""
+    """Compare two checkpoints tensor by tensor. Exit status 0: the same; 4: they differ.
+
+    Optimizer state is compared where both have it.
+    """
     from megaconv.comparison import diff_sources
     from megaconv.conversion import open_source
+    from megaconv.options import LoadOptions
     from megaconv.plan import default_workers
     from megaconv.progress import Progress
 
-    left, right = open_source(a)[1], open_source(b)[1]
+    load = LoadOptions(optimizer=optimizer)
+    left, right = open_source(a, None, load)[1], open_source(b, None, load)[1]
     with Progress("comparing", lambda: left.header.nbytes) as progress:
         found = diff_sources(left, right, default_workers(writing=False), progress.advance)
     if as_json:
@@ -223,7 +247,8 @@ def diff(
 
 def _print_diff(found: Any) -> None:
     if found.same:
-        print(f"the same: {found.tensors} tensors are equal")
+        slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
+        print(f"the same: {found.tensors} tensors are equal{slots}")
     else:
         print(f"different: {len(found.differences)} of {found.tensors} tensors")
         width = max(len(str(item.key)) for item in found.differences)

@@ -98,6 +98,23 @@ Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; left out, every bit stays."),
 ]
+Optimizer = Annotated[
+    bool | None,
+    typer.Option(
+        "--optimizer/--no-optimizer",
+        help="Optimizer state goes along; left out, where source and output can both hold it.",
+    ),
+]
+ReadOptimizer = Annotated[
+    bool, typer.Option("--optimizer/--no-optimizer", help="Read optimizer state too, where there is any.")
+]
+DistributedOptimizer = Annotated[
+    bool | None,
+    typer.Option(
+        "--use-distributed-optimizer/--no-use-distributed-optimizer",
+        help="Write optimizer state for runs with Megatron's option of this name; left out, in torch_dist alone.",
+    ),
+]
 VocabDivisor = Annotated[
     int | None,
     typer.Option(

@@ -12,6 +12,7 @@ from formats.tensor import LazyTensor
 from megaconv.config import config_differences
 from megaconv.fingerprints import read_blocks
 from megaconv.ir import WEIGHT, Key, Source
+from megaconv.training import SLOTS
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Diff:
     tensors: int
     differences: tuple[Difference, ...]
     config: tuple[tuple[str, Any, Any], ...]
+    slots: tuple[str, ...] = (WEIGHT,)
+    """What was compared."""
 
     @property
     def same(self) -> bool:
@@ -41,6 +44,7 @@ class Diff:
         return {
             "same": self.same,
             "tensors": self.tensors,
+            "slots": list(self.slots),
             "differences": [
                 {
                     "tensor": str(item.key),
@@ -64,13 +68,14 @@ def diff_sources(
 ) -> Diff:
     """Reads both completely. Slots other than weights are compared where both sides have them."""
     in_left, in_right = dict(left.tensors()), dict(right.tensors())
-    slots = {key.slot for key in in_left} & {key.slot for key in in_right} | {WEIGHT}
+    shared = {key.slot for key in in_left} & {key.slot for key in in_right}
+    slots = (WEIGHT, *(slot for slot in SLOTS if slot in shared))
     keys = [key for key in in_left if key.slot in slots]
     keys += [key for key in in_right if key.slot in slots and key not in in_left]
     with ThreadPoolExecutor(workers) as pool:
         found = pool.map(lambda key: _compare(key, in_left, in_right, advance), keys)
         differences = tuple(item for item in found if item is not None)
-    return Diff(len(keys), differences, tuple(config_differences(left.header.config, right.header.config)))
+    return Diff(len(keys), differences, tuple(config_differences(left.header.config, right.header.config)), slots)
 
 
 def _compare(

@@ -25,6 +25,7 @@ from megaconv.plan import OutputPlan, block_bytes, default_workers, memory_neede
 from megaconv.stream import Stream, as_lazy
 from megaconv.transfer import Transfer
 
+LEFT_OUT = "optimizer state was left out: only weights are converted"
 RECORD_NAME = "megaconv.json"
 """In every output: where it came from, and its fingerprints."""
 
@@ -38,6 +39,8 @@ class ConvertOptions:
     load: LoadOptions = field(default_factory=LoadOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     dtype: str | None = None
+    optimizer: bool | None = None
+    """Whether the optimizer's state goes along; None: where source and output can both hold it."""
     max_memory: int = 256 << 20
     """Bytes that buffers may take."""
     workers: int = 0
@@ -62,6 +65,12 @@ class Report:
     verified: bool = False
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about the output."""
+        left_out = self.header.has_optimizer and not self.header.carries_optimizer
+        return (*((LEFT_OUT,) if left_out else ()), *self.plan.notices)
+
+    @property
     def files(self) -> dict[str, int]:
         """Every file of the output, by path below the target, with its size."""
         return {name: layout.size for name, layout in sorted(self.plan.files.items())} | {
@@ -83,6 +92,8 @@ class Report:
             "memory_bytes": self.memory,
             "seconds": round(self.seconds, 3),
             "fingerprint": self.fingerprint.weights if self.fingerprint else None,
+            "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,
+            "notices": list(self.notices),
             "verified": self.verified,
         }
 
@@ -116,7 +127,10 @@ class LazySource:
 
 def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Report]:
     """Everything that can be known, and go wrong, before the first byte is written."""
-    _, source = open_source(load_dir, options.loader, options.load)
+    load = load_options(saver, options)
+    _, source = open_source(load_dir, options.loader, load)
+    if options.optimizer and not source.header.carries_optimizer:
+        raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype))
     plan = registry.saver(saver).plan(
@@ -126,6 +140,16 @@ def prepare(load_dir: str | Path, save_dir: str | Path, saver: str, options: Con
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(_record(str(load_dir), saver, source.header, blank))
     return source, Report(source.header, plan, Path(save_dir), memory, size)
+
+
+def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
+    """How the source is read. Raises UsageError where the optimizer is asked for and the output can't hold it."""
+    can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
+    if options.optimizer and (not can_hold or options.save.release):
+        what = "a release checkpoint" if can_hold else f"--saver {saver}"
+        raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
+    wanted = can_hold and options.optimizer is not False and not options.save.release
+    return replace(options.load, optimizer=wanted)
 
 
 def convert(
@@ -204,7 +228,7 @@ def verify_fingerprint(path: Path, expected: Fingerprint, workers: int) -> None:
     for key, digest in expected.tensors.items():
         if found.tensors.get(key) != digest:
             raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
-    if found.weights != expected.weights:
+    if (found.weights, found.optimizer) != (expected.weights, expected.optimizer):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
 
 
@@ -216,6 +240,7 @@ def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerpri
         "saver": saver,
         "family": header.config.family,
         "fingerprint": fingerprint.weights,
+        "optimizer_fingerprint": fingerprint.optimizer,
         "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
     }
     return (json.dumps(record, indent=1) + "\n").encode()

@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from formats.chunked import ChunkedTensor, joined
+from formats.errors import CorruptCheckpoint
 from formats.tensor import Shape
 
 EXTRA_STATE = "._extra_state"
@@ -25,6 +26,8 @@ _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.+)")
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")
 _PREFIX = re.compile(r"((?:(?:module|model|language_model)\.)*)embedding\.word_embeddings\.weight")
+_MOST_STACKED = 1 << 16
+"""Layers, or experts of a layer: more are no model but an attempt to fill the memory."""
 _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
@@ -57,13 +60,19 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 def _apart(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTensor]]:
     """Layers first, then experts."""
     if found := _STACKED_LAYERS.fullmatch(name):
-        for layer, inner in enumerate(tensor.unstack()):
+        for layer, inner in enumerate(_unstack(name, tensor)):
             yield from _apart(f"{found[1]}{layer}.{found[2]}", inner)
     elif found := _STACKED_EXPERTS.fullmatch(name):
-        for expert, inner in enumerate(tensor.unstack()):
+        for expert, inner in enumerate(_unstack(name, tensor)):
             yield f"{found[1]}local_experts.{expert}.{found[2]}", inner
     else:
         yield re.sub(r"\.experts\.experts\.(?=\d)", ".experts.local_experts.", name), tensor
+
+
+def _unstack(name: str, tensor: ChunkedTensor) -> list[ChunkedTensor]:
+    if not tensor.shape or tensor.shape[0] > _MOST_STACKED:
+        raise CorruptCheckpoint(f"{name} is {list(tensor.shape)}; its first axis should count layers, or experts")
+    return tensor.unstack()
 
 
 def _norm_before_experts(name: str, names: Collection[str]) -> str:

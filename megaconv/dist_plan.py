@@ -15,15 +15,17 @@ from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
 from megaconv.chunk_plan import PlannedChunk, cut
 from megaconv.dist_keys import stack
+from megaconv.dist_optimizer_plan import OptimizerForm, choose_form
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
-from megaconv.ir import Header, Key
+from megaconv.ir import WEIGHT, Header, Key
 from megaconv.layout import Chunk, Layout, divide
 from megaconv.megatron_names import extra_states
 from megaconv.megatron_plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.table import NativeTensor, Region, native_tensors, rank_sizes
+from megaconv.training_output import carry
 
 FORMATS = ("torch_dist", "zarr")
 
@@ -37,13 +39,19 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
     iteration = iteration_of(header, options)
     version = rank_files.iteration_directory(iteration)
-    model = GlobalModel.of(header, layout, arguments.padded_vocab_size, local=options.transformer_impl == "local")
+    carried = carry(header, layout, keeps_rng=False)
+    optimizer = choose_form(carried, options)
+    vars(arguments).update(carried.arguments(distributed=optimizer.distributed))
+    local = options.transformer_impl == "local"
+    model = GlobalModel.of(header, layout, arguments.padded_vocab_size, optimizer, local=local)
     common: dict[str, Any] = {
         "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration or 1,
-        "num_floating_point_operations_so_far": 0,
+        **carried.state(None, optimizer.state()),
+        "num_floating_point_operations_so_far": header.training.floating_point_operations,
     }  # fmt: skip
-    if not model.stacked:
-        common["content_metadata"] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
+    content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
+    if content:
+        common["content_metadata"] = {"singleton_local_shards": False} | content
     stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
     files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
     files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
@@ -51,7 +59,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     placements, zeros = place(
         ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
     )
-    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros)
+    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros, carried.notices)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class GlobalModel:
     """(key, place, grid) of every `_extra_state`."""
 
     @classmethod
-    def of(cls, header: Header, layout: Layout, padded: int, *, local: bool) -> "GlobalModel":
+    def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
         whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
         natives = [
@@ -81,9 +89,10 @@ class GlobalModel:
         for native in natives:
             key, place = stack(native.name, layers=stacked, local=local)
             ranks = layout.etp if native.of_experts else layout.tp
-            chunks += cut(native, key, place, native_dtype(header, native), ranks)
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
-            shapes[key] = (*(last + 1 for last in places[key]), *native.shape)
+            for prefix, slot in (("", WEIGHT), *optimizer.tensors(native)):
+                chunks += cut(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
+                shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
         _require_one_dtype(chunks)
         return cls(stacked, chunks, shapes, list(_extra_objects(natives, stacked, local)))
 
@@ -168,11 +177,11 @@ def place(
         elif padding:
             zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
         for name, regions in parts.items():
-            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+            placements.setdefault(Key(name, chunk.slot), []).append(Placement(file, record, row_bytes, regions))
     return placements, zeros
 
 
 def _padded_name(chunk: PlannedChunk, header: Header) -> str:
     """The canonical tensor whose last row pads a chunk, which may hold nothing else of it."""
     rows = [row for row in family(header.config.family).rows if row.padded_vocab]
-    return next(row.canonical for row in rows if getattr(row.core, "name", row.core) == chunk.key)
+    return next(row.canonical for row in rows if f".{chunk.key}".endswith(f".{getattr(row.core, 'name', row.core)}"))

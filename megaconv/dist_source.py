@@ -9,30 +9,18 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
-from formats.chunked import ChunkedTensor
 from formats.errors import CorruptCheckpoint
 from megaconv.dist_keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
+from megaconv.dist_optimizer import Directory, DistOptimizer
 from megaconv.errors import UnknownFormat
 from megaconv.megatron_ranks import RankId, Ranks, Weights
 from megaconv.megatron_source import RankSource
 from megaconv.options import LoadOptions
 
 _log = logging.getLogger("megaconv")
-
-
-class Directory(Protocol):
-    """An opened directory of either format."""
-
-    def tensors(self) -> Mapping[str, ChunkedTensor]: ...
-
-    def objects(self) -> list[str]: ...
-
-    def read_object(self, name: str) -> object:
-        """Without the list of one that Megatron may wrap it in."""
-        ...
 
 
 def find_dist(path: Path) -> tuple[Path, str] | None:
@@ -56,8 +44,6 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
     directory = _open(version, backend)
     tensors = directory.tensors()
     state = dict(_common(version, directory))
-    if has_optimizer(tensors) or has_optimizer(directory.objects()):
-        state.setdefault("optimizer", {})
     args = state.get("args")
     if not isinstance(args, Namespace):
         raise CorruptCheckpoint(f"{version}: has no args; Megatron writes them into {torch_dist.COMMON_FILE}")
@@ -65,9 +51,14 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
     weights: Weights = dict(unstack(model_tensors(tensors)))
-    ranks = Ranks(1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)})
+    ranks = Ranks(
+        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE}
+    )
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
-    return RankSource(listing, ranks, args), backend
+    stored = has_optimizer(tensors) or has_optimizer(directory.objects())
+    flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
+    optimizer = DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
+    return RankSource(listing, ranks, args, optimizer), backend
 
 
 def _open(version: Path, backend: str) -> Directory:

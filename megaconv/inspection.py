@@ -36,13 +36,18 @@ class Inspection:
             else None,
             "iteration": header.training.iteration,
             "padded_vocab": header.padded_vocab,
-            "optimizer": header.has_optimizer,
+            "consumed_train_samples": header.training.consumed_train_samples,
+            "optimizer": self._optimizer(),
             "files": sorted(header.files),
             "config": described,
             "tensors": {
                 str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
             },
         }
+
+    def _optimizer(self) -> dict[str, Any] | None:
+        found = self.header.training.optimizer
+        return None if found is None else {"kind": found.kind, "step": found.step}
 
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
@@ -90,8 +95,11 @@ class Inspection:
         training = header.training
         if training.release or training.iteration is not None:
             found.append(("iteration", "release" if training.release else str(training.iteration)))
-        if header.has_optimizer:
-            found.append(("optimizer", "present"))
+        if training.consumed_train_samples:
+            found.append(("samples", f"{training.consumed_train_samples:,} consumed"))
+        if training.optimizer is not None:
+            step = "" if training.optimizer.step is None else f", step {training.optimizer.step:,}"
+            found.append(("optimizer", training.optimizer.kind + step))
         found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
         return found
 
@@ -116,5 +124,5 @@ def readable(size: int) -> str:
 
 def inspect(path: str | Path, options: LoadOptions | None = None) -> Inspection:
     """Reads metadata only. Raises CheckpointError."""
-    loader, source = open_source(path, None, replace(options or LoadOptions(), metadata_only=True))
+    loader, source = open_source(path, None, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
     return Inspection(str(path), loader, source.header)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from formats.tensor import LazyTensor, Shape, byte_count
 from megaconv.config import ModelConfig
 from megaconv.layout import Layout
+from megaconv.training import TrainingState
 
 WEIGHT = "weight"
 
@@ -40,18 +41,6 @@ class TensorInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """Where in its training the model was."""
-
-    iteration: int | None = None
-    """None where the source knows none."""
-    release: bool = False
-    """Whether Megatron would call it a release: loaded without regard to its iteration."""
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-
-
-@dataclass(frozen=True)
 class Header:
     """Sent before the first tensor, so that a saver can lay out all its files."""
 
@@ -60,7 +49,7 @@ class Header:
     """Every tensor that will follow, in model order."""
     layout: Layout | None = None
     """How the source is sharded; None where it isn't."""
-    training: TrainingState = TrainingState()
+    training: TrainingState = field(default_factory=TrainingState)
     files: Mapping[str, Path] = field(default_factory=dict)
     """Small files that travel along unread: tokenizer, generation configuration. By file name."""
     vocab_divisor: int | None = None
@@ -71,6 +60,11 @@ class Header:
     """Rows of the source's embedding as stored, where they are more than the vocabulary."""
     has_optimizer: bool = False
     """Whether optimizer state lies beside the weights."""
+
+    @property
+    def carries_optimizer(self) -> bool:
+        """Whether the optimizer's tensors are in the manifest too."""
+        return any(key.slot != WEIGHT for key in self.manifest)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,8 @@ EXTRA_STATE = "._extra_state"
 """Transformer Engine's FP8 bookkeeping; every linear layer has an entry, empty without FP8."""
 
 NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
+BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
+"""How tensors of a model end that no optimizer trains."""
 
 _ORDER = (
     "embedding", "decoder", "output_layer", "layers", "final_layernorm", "word_embeddings", "position_embeddings",

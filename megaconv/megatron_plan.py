@@ -1,7 +1,7 @@
 """Lays out a Megatron `torch` checkpoint: a rank directory for every tensor and pipeline rank, the tracker, `hf/` for the rest."""
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,17 @@ from megaconv.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.hf_config import CONFIG_NAME, config_json
-from megaconv.ir import Header, Key
+from megaconv.ir import WEIGHT, Header, Key
 from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.megatron_args import to_arguments
+from megaconv.optimizer_plan import Parameter, Piece
+from megaconv.optimizer_plan import Planned as PlannedOptimizer
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.sidecars import SIDECAR_DIRECTORY
 from megaconv.table import NativeTensor, Region, native_tensors
+from megaconv.training import EXP_AVG
+from megaconv.training_output import Carried, carry
 
 DEFAULT_DIVISOR = 128
 
@@ -89,7 +93,9 @@ def plan_ranks(
 ) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
-    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments).plan()
+    carried = carry(header, layout, keeps_rng=True)
+    vars(arguments).update(carried.arguments(distributed=bool(options.distributed_optimizer)))
+    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments, carried).plan()
 
 
 def megatron_args(
@@ -116,9 +122,9 @@ def iteration_of(header: Header, options: SaveOptions) -> int | None:
     return None if options.release or header.training.release else header.training.iteration or 1
 
 
-def native_dtype(header: Header, native: NativeTensor) -> str:
+def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
     """Raises NotExpressible where the parts are of several."""
-    dtypes = {header.manifest[Key(name)].dtype for name in native.parts}
+    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
     if len(dtypes) > 1:
         raise NotExpressible(
             f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
@@ -148,6 +154,7 @@ class _Planner:
     style: ModelStyle
     padded: int
     arguments: Namespace
+    carried: Carried
 
     def plan(self) -> OutputPlan:
         iteration = iteration_of(self.header, self.options)
@@ -161,11 +168,44 @@ class _Planner:
                 directory = rank_files.rank_directory(tp_rank, pp_rank, ep_rank, self.layout.pp, self.layout.ep)
                 name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
                 models = {self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks}
-                files[name] = torch_zip.plan(self._state(models), "model_optim_rng")
-                for model, natives in models.items():
-                    for native in natives:
-                        self._place(name, f"{model}/{native.name}", native, placements, zeros)
-        return OutputPlan(files | tracker_and_sidecars(self.header, iteration), placements, zeros)
+                optimizer = self._optimizer(models, (tp_rank, pp_rank, ep_rank))
+                training = self.carried.state((tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None)
+                files[name] = torch_zip.plan(self._state(models, training), "model_optim_rng")
+                pieces = [
+                    (name, Piece(native, WEIGHT, f"{model}/{native.name}"))
+                    for model, natives in models.items()
+                    for native in natives
+                ]
+                if optimizer is not None:
+                    holder = name
+                    if optimizer.buffers is not None:
+                        holder = f"{version}/{directory}/{rank_files.OPTIMIZER_FILE}"
+                        files[holder] = torch_zip.plan(optimizer.buffers, "distrib_optim")
+                    pieces += [(holder, piece) for piece in optimizer.pieces]
+                    zeros += [(holder, record, 4 * start, 4 * count) for record, start, count in optimizer.gaps]
+                for file, piece in pieces:
+                    self._place(file, piece, placements, zeros)
+        files |= tracker_and_sidecars(self.header, iteration)
+        return OutputPlan(files, placements, zeros, self.carried.notices)
+
+    def _optimizer(
+        self, models: Mapping[str, Sequence[NativeTensor]], rank: tuple[int, int, int]
+    ) -> PlannedOptimizer | None:
+        writer = self.carried.writer
+        if writer is None:
+            return None
+        tied = self.header.config.tie_embeddings and self.layout.pp > 1
+        embeddings = {row.canonical for row in family(self.header.config.family).rows if row.tied_copy and tied}
+        parameters = [
+            Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
+            for model, natives in models.items()
+            for native in natives
+            if writer.has(native, EXP_AVG)
+        ]
+        if not self.options.distributed_optimizer:
+            return writer.plain(parameters)
+        first = min(ep_rank for tp_rank, ep_rank in self._ranks() if tp_rank == rank[0])
+        return writer.distributed(parameters, gathers_dense=rank[2] == first)
 
     def _ranks(self) -> Iterator[tuple[int, int]]:
         """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
@@ -188,14 +228,15 @@ class _Planner:
         kept = [native for native in natives if not (native.tied_copy and chunk.is_first)]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
-    def _state(self, models: dict[str, list[NativeTensor]]) -> dict[str, Any]:
+    def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {
             "args": self.arguments,
             "checkpoint_version": 3.0,
             "iteration": self.header.training.iteration or 1,
         }
         state |= {model: self.style.nest(dict(self._entries(model, natives))) for model, natives in models.items()}
-        return state | {"num_floating_point_operations_so_far": 0}
+        operations = self.header.training.floating_point_operations
+        return {**state, **training, "num_floating_point_operations_so_far": operations}
 
     def _entries(self, model: str, natives: list[NativeTensor]) -> Iterator[tuple[str, Placeholder | None]]:
         entries: dict[str, Placeholder | None] = {
@@ -209,18 +250,19 @@ class _Planner:
     def _place(
         self,
         file: str,
-        record: str,
-        native: NativeTensor,
+        piece: Piece,
         placements: dict[Key, list[Placement]],
         zeros: list[tuple[str, str, int, int]],
     ) -> None:
+        native, itemsize = piece.native, ITEMSIZE[native_dtype(self.header, piece.native, piece.slot)]
         rows, cols = matrix_shape(native.shape)
-        row_bytes = cols * ITEMSIZE[native_dtype(self.header, native)]
+        row_bytes, offset = cols * itemsize, piece.offset * itemsize
         filled = rows - native.padding_rows
         for name, regions in native.parts.items():
             if native.padding_rows and self.options.vocab_padding == "repeat":
                 last = self.header.config.vocab - 1
                 regions = (*regions, Region(Box(last, last + 1, 0, cols), filled, repeat=native.padding_rows))
-            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+            place = Placement(file, piece.record, row_bytes, regions, offset)
+            placements.setdefault(Key(name, piece.slot), []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
-            zeros.append((file, record, filled * row_bytes, native.padding_rows * row_bytes))
+            zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))

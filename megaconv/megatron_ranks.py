@@ -45,6 +45,8 @@ class Ranks:
     """A dictionary per virtual stage."""
     files: Mapping[RankId, str]
     """For messages."""
+    paths: Mapping[RankId, Path]
+    """The files that were opened."""
 
     def of(self, tp_rank: int, pp_rank: int) -> list[RankId]:
         """The files of one tensor and pipeline rank, by expert rank."""
@@ -73,6 +75,7 @@ def read_ranks(listing: RankFiles, *, first_tp_rank_only: bool = False) -> Ranks
         {rank: opened[read[numbers]] for rank, numbers in ids.items()},
         {rank: chunks[read[numbers]] for rank, numbers in ids.items()},
         {rank: f"{listing.files[n].parent.name}/{listing.files[n].name}" for rank, n in ids.items()},
+        {rank: listing.files[read[n]] for rank, n in ids.items()},
     )
     _require_complete(ranks, listing)
     return ranks

@@ -12,17 +12,27 @@ from formats.errors import CorruptCheckpoint
 from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names, well_formed
 from megaconv.config import STRUCTURE, ModelConfig
+from megaconv.dist_optimizer import DistOptimizer
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.hf_config import CONFIG_NAME
-from megaconv.ir import Header, OpenedSource, TrainingState, describe, main_dtype
+from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.layout import Chunk, Layout
-from megaconv.megatron_args import from_arguments, read_layout, true_vocab
+from megaconv.megatron_args import OPTIMIZATION, from_arguments, read_layout, true_vocab
 from megaconv.megatron_ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.megatron_sizes import Landmarks, expert_tensor_parallel_size, find_layout, find_sizes, padded_rows
+from megaconv.optimizer_source import (
+    Optimizers,
+    assemble_slots,
+    describe_optimizer,
+    open_optimizers,
+    optimizer_state,
+    read_scheduler,
+)
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.table import NativeTensor, canonical_shapes, native_tensors
+from megaconv.training import TrainingState
 
 _log = logging.getLogger("megaconv")
 
@@ -34,16 +44,13 @@ class RankSource:
     listing: rank_files.RankFiles
     ranks: Ranks
     args: Namespace
+    dist: DistOptimizer | None = None
+    """The optimizer of a distributed checkpoint."""
 
     @property
     def state(self) -> Mapping[str, Any]:
         """Of the first rank."""
         return self.ranks.states[min(self.ranks.states)]
-
-    @property
-    def has_optimizer(self) -> bool:
-        files = sorted(self.listing.files.items())[:1]
-        return "optimizer" in self.state or any((f.parent / rank_files.OPTIMIZER_FILE).exists() for _, f in files)
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,33 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     padded = padded_rows(ranks, names)
     config = replace(config, vocab=_vocab(options, config, args, padded, written.tp))
     shapes = canonical_shapes(family(config.family).rows, config)
-    tensors = assemble(shapes, _place(ranks, layout, config, padded, dialect), strict=False)
+    training = _training(source)
+    wanted = options.optimizer and training.optimizer is not None
+    optimizers = Optimizers({})
+    if wanted and source.dist is not None:
+        optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0])
+    elif wanted:
+        optimizers = open_optimizers(ranks, args, names, tied=config.tie_embeddings)
+    placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
+    tensors = assemble(shapes, placed, strict=False)
+    if wanted and training.optimizer is not None:
+        if source.dist is not None and source.dist.in_buckets:
+            optimizers, placed = source.dist.open_buckets(config, written, padded, placed)
+        tensors = assemble_slots(shapes, placed, tensors)
+        known = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
+        training = replace(training, optimizer=known)
     manifest = describe(tensors)
     divisor = getattr(args, "make_vocab_size_divisible_by", None)
     header = Header(
         config=replace(config, dtype=main_dtype(manifest)),
         manifest=manifest,
         layout=written,
-        training=_training(source),
+        training=training,
         files=find_sidecars(sidecars),
         vocab_divisor=divisor if isinstance(divisor, int) and divisor > 0 else None,
         source=dialect.description,
         padded_vocab=padded,
-        has_optimizer=source.has_optimizer,
+        has_optimizer=training.optimizer is not None,
     )
     return OpenedSource(header, {} if options.metadata_only else tensors)
 
@@ -147,15 +168,23 @@ def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: i
 def _training(source: RankSource) -> TrainingState:
     listing, args = source.listing, source.args
     iteration = source.state.get("iteration", listing.iteration)
+    operations = source.state.get("num_floating_point_operations_so_far", 0)
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
         release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
         consumed_train_samples=getattr(args, "consumed_train_samples", None) or 0,
         consumed_valid_samples=getattr(args, "consumed_valid_samples", None) or 0,
+        floating_point_operations=operations if isinstance(operations, int) else 0,
+        optimizer=source.dist.describe() if source.dist else describe_optimizer(source.ranks),
+        scheduler=read_scheduler(source.dist.common if source.dist else source.state),
+        rng={rank: state["rng_state"] for rank, state in source.ranks.states.items() if "rng_state" in state},
+        arguments={name: value for name, value in vars(args).items() if name in OPTIMIZATION},
     )
 
 
-def _place(ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, dialect: Dialect) -> Iterator[Placed]:
+def _place(
+    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, dialect: Dialect, optimizers: Optimizers
+) -> Iterator[Placed]:
     """Every tensor of every rank in its place. Raises TensorMismatch for missing and unknown ones."""
     rows = family(config.family).rows
     for chunk in layout.chunks():
@@ -167,7 +196,7 @@ def _place(ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, diale
                 # Dense tensors are stored again by every expert rank, and shards of experts by some tensor ranks.
                 for placed in _place_chunk(ranks, rank, chunk, layout, [dialect.arrange(native) for native in natives]):
                     if (shard not in expert_shards) if placed.native.of_experts else index == 0:
-                        yield placed
+                        yield optimizers.place(placed, rank, chunk.vpp_rank)
                 expert_shards.add(shard)
 
 

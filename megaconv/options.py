@@ -16,6 +16,8 @@ class LoadOptions:
     true_vocab_size: int | None = None
     checkpoint_type: str | None = None
     """What the `llama_mistral` loader reads: `hf`, `meta` or `mistral`; None: found out from the files."""
+    optimizer: bool = True
+    """Whether the optimizer's tensors are wanted, where the checkpoint has any."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
 
@@ -37,6 +39,8 @@ class SaveOptions:
     vocab_divisor: int | None = None
     vocab_padding: str = "repeat"
     """What fills padding rows: `repeat` (the last row again) or `zero`."""
+    distributed_optimizer: bool | None = None
+    """Write optimizer state for runs with Megatron's distributed optimizer; None: in torch_dist checkpoints alone."""
     release: bool = False
     """Write a release checkpoint instead of an iteration."""
     max_shard_bytes: int = 5_000_000_000

@@ -24,6 +24,8 @@ class Placement:
     row_bytes: int
     """Of the native tensor."""
     regions: Sequence[Region]
+    offset: int = 0
+    """Bytes in the record before the native tensor, which may be one of several there."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class OutputPlan:
     placements: Mapping[Key, Sequence[Placement]]
     zeros: Sequence[tuple[str, str, int, int]] = ()
     """(file, record, offset in the record, bytes) that stay zero."""
+    notices: Sequence[str] = ()
+    """What a user should know about the output: what was left out, and what to do about it."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +52,8 @@ class OutputPlan:
         }
         places = {
             f"{key.name}/{key.slot}": [
-                [p.file, p.record, [[*r.box, r.row, r.repeat, r.pairs] for r in p.regions]] for p in placements
+                [p.file, p.record, p.offset, [[*r.box, r.row, r.repeat, r.pairs] for r in p.regions]]
+                for p in placements
             ]
             for key, placements in self.placements.items()
         }

@@ -39,7 +39,10 @@ class Loader(Protocol):
 
 
 class Saver(Protocol):
-    """A module (or object) that writes one kind of checkpoint."""
+    """A module (or object) that writes one kind of checkpoint.
+
+    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too.
+    """
 
     DESCRIPTION: str
 

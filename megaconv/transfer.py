@@ -247,7 +247,7 @@ class _Target:
 
     def _write(self, row: int, col: int, data: Bytes) -> None:
         """A rectangle: at once where it is as wide as the native tensor (or a single row), else row by row."""
-        offset = row * self.place.row_bytes + col * self._itemsize
+        offset = self.place.offset + row * self.place.row_bytes + col * self._itemsize
         if data.shape[1] == self.place.row_bytes or len(data) == 1:
             self._put(offset, data.reshape(-1))
             return

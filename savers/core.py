@@ -15,6 +15,7 @@ DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), 
 
 _log = logging.getLogger("megaconv")
 
+HOLDS_OPTIMIZER = True
 NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 
 

@@ -13,6 +13,8 @@ from megaconv.plan import OutputPlan
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint version 3, at any even layout"
 
+HOLDS_OPTIMIZER = True
+
 _log = logging.getLogger("megaconv")
 
 STYLE = ModelStyle("legacy", legacy_order, legacy_extra_states, nest, legacy=True)

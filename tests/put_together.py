@@ -10,8 +10,10 @@ from formats import safetensors, torch_zip
 from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape, read_tensor
 from megaconv.checkpoint import Checkpoint
 from megaconv.families import families
+from megaconv.ir import Key
 from megaconv.layout import Chunk, Layout
 from megaconv.table import NativeTensor, native_tensors
+from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
 
 
 def elements(tensor: LazyTensor) -> np.ndarray[Any, Any]:
@@ -48,6 +50,28 @@ def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
         assert np.array_equal(put_together(native, checkpoint.tensors), elements(wanted)), native.name
         seen.add(native.name)
     assert seen == set(expected)
+
+
+EXPECTED_SLOTS = {"fp32_param": MASTER, "fp32": MASTER, EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
+"""The beginning of a name in files of expected tensors -> ours."""
+
+
+def assert_holds_optimizer(checkpoint: Checkpoint, expected_file: Path) -> None:
+    """Whether a checkpoint has every optimizer tensor of such a file, bit for bit; an fp32 weight is its own master."""
+    config = checkpoint.config
+    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    rows = families()[config.family].rows
+    natives = [n for n in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab) if not n.tied_copy]
+    expected = safetensors.read(expected_file)
+    words = {name.partition(".")[0] for name in expected} & set(EXPECTED_SLOTS)
+    for native in natives:
+        for word in words:
+            held = {name: checkpoint.slots.get(Key(name, EXPECTED_SLOTS[word])) for name in native.parts}
+            parts = {name: checkpoint.tensors[name] if tensor is None else tensor for name, tensor in held.items()}
+            name = f"{word}.{native.name}"
+            assert np.array_equal(put_together(native, parts), elements(expected[name])), name
+    assert len(words) * len(natives) == len([name for name in expected if name.partition(".")[0] in words])
+    assert {key.name for key in checkpoint.slots} == set(checkpoint.tensors)
 
 
 def rank_files(root: Path) -> dict[str, Any]:

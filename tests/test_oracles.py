@@ -133,6 +133,27 @@ def test_megatron_computes_what_transformers_computes(
     assert_close(logits[..., :VOCAB], reference.logits)
 
 
+DISTRIBUTED = [
+    ("llama", "tp1 pp1"),
+    ("llama", "tp2 pp2 vpp2"),
+    ("llama", "tp2 pp2, layers 1+3"),
+    ("gpt2", "tp2 pp2"),
+    ("mixtral", "tp1 pp1 ep1"),
+    ("mixtral", "tp2 pp1 ep4 etp1"),
+    ("glm4_moe", "tp1 pp2 ep2"),
+]
+
+
+@pytest.mark.parametrize(("variant", "layout"), DISTRIBUTED)
+def test_megatron_loads_torch_dist_strictly_and_computes_the_same(
+    variant: str, layout: str, references: References, megatron: Megatron, tmp_path: Path
+) -> None:
+    """Every key of the model is in the checkpoint, and the other way round; Megatron itself cuts it for its ranks."""
+    reference = references(variant)
+    checkpoint = to_core(reference.directory, tmp_path / "dist", ckpt_format="torch_dist", **ALL_LAYOUTS[layout])
+    assert_close(megatron.logits(checkpoint, reference.tokens)[..., :VOCAB], reference.logits)
+
+
 # Megatron to Hugging Face.
 
 

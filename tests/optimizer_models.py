@@ -1,0 +1,66 @@
+"""Optimizer state for small models, made by torch itself and laid out in rank files by a few independent lines."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaconv import convert
+from tests.models import write_llama
+
+SCHEDULER = {
+    "max_lr": 0.01, "lr_warmup_steps": 0, "num_steps": 8, "lr_decay_style": "cosine", "lr_decay_steps": 40, "min_lr": 0.001,
+    "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 40,
+}  # fmt: skip
+
+
+def write_trained_llama(
+    path: Path, *, dtype: str = "bfloat16", layers: int = 4, tied: bool = True, **sizes: Any
+) -> Path:
+    """A Megatron checkpoint of one rank (local layers) with an optimizer three steps old."""
+    hf = write_llama(path.parent / f"{path.name}-hf", layers=layers, tied=tied, dtype=dtype, **sizes)
+    convert(hf, path, saver="core", transformer_impl="local", vocab_divisor=8)
+    (file,) = path.glob("*/mp_rank_00/model_optim_rng.pt")
+    state = load(file)
+    weights = {name: tensor for name, tensor in state["model"].items() if isinstance(tensor, torch.Tensor)}
+    state["optimizer"] = trained(weights, float16=dtype != "float32")
+    state["opt_param_scheduler"] = dict(SCHEDULER)
+    state["args"].lr, state["args"].min_lr, state["args"].weight_decay = 0.01, 0.001, 0.1
+    torch.save(state, file)
+    return path
+
+
+def load(file: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([Namespace]):
+        loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def trained(weights: dict[str, torch.Tensor], *, float16: bool) -> dict[str, Any]:
+    """Train fp32 copies for three steps; the weights become what these are then. In the form of Megatron core 0.16."""
+    generator = torch.Generator().manual_seed(9)
+    masters = {name: tensor.float().clone() for name, tensor in weights.items()}
+    groups: list[dict[str, Any]] = [
+        {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": 0.1, "wd_mult": 1.0},
+        {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0, "wd_mult": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for _ in range(3):
+        for master in masters.values():
+            master.grad = torch.randn(master.shape, generator=generator) * 1e-3
+        optimizer.step()
+    for name, tensor in weights.items():
+        tensor.copy_(masters[name])
+    inner = optimizer.state_dict()
+    for group in inner["param_groups"]:
+        group |= {
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "max_lr": 0.01,
+            "min_lr": 0.001,
+        }
+    if not float16:
+        return inner
+    return {"optimizer": inner, "fp32_from_fp16_params": [[m.detach() for m in group["params"]] for group in groups]}
