@@ -6,9 +6,9 @@ from typing import Any
 
 from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
-from megaconv.ir import TrainingState
 from megaconv.layout import Layout
 from megaconv.megatron_args import from_arguments, to_arguments
+from megaconv.training import TrainingState
 from megatron_lite.config import Model, Settings, flags
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")

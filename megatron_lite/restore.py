@@ -19,7 +19,6 @@ from megaconv.options import LoadOptions
 from megaconv.table import NativeTensor
 from megatron_lite.checkpoint import has_checkpoint
 from megatron_lite.config import Settings
-from megatron_lite.dist_slots import dist_slots
 from megatron_lite.engine import Engine
 from megatron_lite.training_state import Progress, read_common, read_dropouts, read_progress
 from megatron_lite.weights import load_weights, read
@@ -61,16 +60,12 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
     dropouts = read_dropouts(common, source.header.config.hf)
-    progress = read_progress(common) if continued and common is not None else Progress()
+    progress = read_progress(common, source.header.training) if continued else Progress()
     with_optimizer = continued and source.header.has_optimizer and not settings.checkpointing.no_load_optim
     if with_optimizer and all(key.slot == WEIGHT for key in tensors):
-        tensors |= dist_slots(
-            Path(place), source.header.config, source.header.padded_vocab or source.header.config.vocab
+        raise NotExpressible(
+            f"{place}: its optimizer state has a form that can't be read; --no-load-optim starts a fresh one"
         )
-        if all(key.slot == WEIGHT for key in tensors):
-            raise NotExpressible(
-                f"{place}: its optimizer state has a form that can't be read; --no-load-optim starts a fresh one"
-            )
     if not with_optimizer:
         progress = replace(progress, engine=None)
     return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files)

@@ -9,15 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
-from formats.tensor import read_tensor
 from megaconv.config import ModelConfig
-from megaconv.ir import TrainingState
 from megaconv.layout import padded_vocab
 from megaconv.megatron_args import to_arguments
+from megaconv.training import TrainingState
 from megatron_lite.config import Settings
 from megatron_lite.sizes import Sizes
 
@@ -123,16 +120,6 @@ def _grad_scaler(config: ModelConfig, progress: Progress) -> dict[str, Any]:
     return {"grad_scaler": {"scale": torch.tensor([float(scaler["scale"])]), **trackers}}
 
 
-def _read_grad_scaler(optimizer: Any) -> dict[str, Any]:
-    """The way back; empty where there is none, or a constant one."""
-    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
-    if not scaler or "scale" not in scaler:
-        return {}
-    scale = float(read_tensor(scaler["scale"]).view(np.float32)[0, 0])
-    left = scaler.get("hysteresis_tracker", 1)
-    return {"scale": scale, "good_steps": scaler.get("growth_tracker", 0), "overflows_left": left}
-
-
 def read_common(path: Path) -> Mapping[str, Any] | None:
     """Of the checkpoint that `path` points at; None for one that isn't Megatron's. Raises CorruptCheckpoint."""
     version = rank_files.find_version(path)
@@ -150,31 +137,26 @@ def read_common(path: Path) -> Mapping[str, Any] | None:
     return state
 
 
-def read_progress(common: Mapping[str, Any]) -> Progress:
-    """From our own checkpoints all of it; from others what Megatron writes."""
-    if isinstance(common.get(OURS), dict):
+def read_progress(common: Mapping[str, Any] | None, training: TrainingState) -> Progress:
+    """From our own checkpoints all of it; from others what megaconv finds."""
+    if common is not None and isinstance(common.get(OURS), dict):
         return Progress(**common[OURS])
-    args = common.get("args")
-    consumed = getattr(args, "consumed_train_samples", None) or 0
-    scheduler = common.get("opt_param_scheduler") or {}
-    step = _step(common.get("optimizer"))
-    iteration = common.get("iteration", 0)
-    engine = {"step": iteration, "optimizer": {"steps": step or iteration}, "scaler": _read_grad_scaler(common.get("optimizer"))}
-    return Progress(
-        iteration, consumed, scheduler.get("num_steps", consumed), getattr(args, "consumed_valid_samples", None) or 0,
-        float(common.get("num_floating_point_operations_so_far", 0)), engine,
-    )  # fmt: skip
+    iteration, consumed, optimizer = training.iteration or 0, training.consumed_train_samples, training.optimizer
+    scheduled = (training.scheduler or {}).get("num_steps", consumed)
+    flops = float(training.floating_point_operations)
+    if optimizer is None:
+        return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops)
+    step = iteration if optimizer.step is None else optimizer.step
+    engine = {"step": iteration, "optimizer": {"steps": step}, "scaler": _read_grad_scaler(optimizer.grad_scaler or {})}
+    return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops, engine)
 
 
-def _step(optimizer: Any) -> int | None:
-    """Of the first parameter group that tells one, however deep it lies."""
-    if isinstance(optimizer, dict):
-        if isinstance(optimizer.get("step"), int | float):
-            return int(optimizer["step"])
-        optimizer = list(optimizer.values())
-    if isinstance(optimizer, list):
-        return next((step for value in optimizer if (step := _step(value)) is not None), None)
-    return None
+def _read_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's dynamic loss scale; empty where there is none, or a constant one."""
+    if "scale" not in scaler:
+        return {}
+    left = scaler.get("hysteresis_tracker", 1)
+    return {"scale": float(scaler["scale"]), "good_steps": scaler.get("growth_tracker", 0), "overflows_left": left}
 
 
 def read_dropouts(common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None) -> dict[str, float]:

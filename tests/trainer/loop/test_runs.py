@@ -47,7 +47,7 @@ COMMAND = f"pretrain {LLAMA} --train-iters 8 --save ckpt --save-interval 1 --kee
 
 
 def test_a_run_that_is_killed_and_started_again_gives_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
-    command = f"{COMMAND} --pipeline-model-parallel-size 2 --async-save"
+    command = f"{COMMAND} --pipeline-model-parallel-size 2 --async-save --bf16"
     train(tmp_path / "whole", 2, command)
     kill_and_resume(tmp_path / "killed", 2, command, 1.5 + random.random() * 2)
     assert files(tmp_path / "killed" / "ckpt") == files(tmp_path / "whole" / "ckpt")
@@ -69,9 +69,23 @@ def test_a_run_may_be_killed_at_any_moment(
     assert files(tmp_path / "ckpt") == files(whole / "ckpt")
 
 
+@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 1e9"])
+def test_rank_files_with_a_shared_optimizer_bring_back_every_bit(precision: str, tmp_path: Path) -> None:
+    """fp16: the loss scale is still falling when the run stops, and goes on to."""
+    words = f"--hidden-dropout 0.1 --attention-dropout 0.1 --use-distributed-optimizer --ckpt-format torch {precision}"
+    command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --resume {words}"
+    train(tmp_path / "whole", 2, command)
+    train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
+    train(tmp_path / "parts", 2, command)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
+    assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
+    assert prints[0].optimizer is not None
+
+
 LAYOUTS = [
     (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --exit-interval 2"),
-    (2, "--use-distributed-optimizer --exit-interval 4"),
+    (2, "--use-distributed-optimizer --exit-interval 4 --ckpt-format torch"),
     (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2 --exit-interval 6"),
     (1, "--make-vocab-size-divisible-by 1"),
 ]  # fmt: skip
@@ -101,7 +115,13 @@ def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
         ("virtual", "--ckpt-format torch --num-virtual-stages-per-pipeline-rank 2"),
     ):
         train(tmp_path / name, 4, f"{command} {words}")
-        prints.add(megaconv.fingerprint(tmp_path / name / "ckpt").weights)
+        found_prints = megaconv.fingerprint(tmp_path / name / "ckpt")
+        prints.add((found_prints.weights, found_prints.optimizer))
         found = megaconv.inspect(tmp_path / name / "ckpt").to_json()
-        assert (found["layout"]["tp"], found["layout"]["pp"], found["iteration"], found["optimizer"]) == (2, 2, 2, True)
+        assert (found["layout"]["tp"], found["layout"]["pp"], found["iteration"], found["optimizer"]["step"]) == (
+            2,
+            2,
+            2,
+            2,
+        )
     assert len(prints) == 1
