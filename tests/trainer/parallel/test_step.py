@@ -11,8 +11,9 @@ from megaconv.families import family
 from megaconv.table import canonical_shapes
 from megatron_lite.attention import Documents, attend, window_mask
 from megatron_lite.batch import Microbatch
+from megatron_lite.engine import Engine
 from megatron_lite.rng import mix
-from megatron_lite.weights import RandomTensor, load_weights
+from megatron_lite.weights import RandomTensor, init_weights, load_weights
 from tests.trainer.parallel.small import (
     BLOCK,
     FULL,
@@ -220,6 +221,15 @@ def test_evaluation_takes_any_number_of_microbatches_at_any_layout(world: World)
         for case in (Case("gpt2", pp=2, vpp=2), Case("gpt2", tp=2, pp=2, sequence_parallel=True)):
             for found in world.run(case.world, evaluated, case, count):
                 assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_engine_for_evaluation_alone_needs_no_optimizer() -> None:
+    case = Case("gpt2")
+    engine = make_engine(case)
+    bare = Engine(engine.config, engine.grid, engine.options, None)
+    init_weights(bare, std=0.1, seed=5)
+    own = list(batches(case, 0))
+    assert bare.evaluate(own) == engine.evaluate(own)
 
 
 def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
