@@ -46,7 +46,7 @@ def start(parallel: Parallel) -> Place:
     """Join the other processes. Raises UsageError for a backend that can't work here."""
     device = _device(parallel)
     if device.type == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
     else:
         torch.cuda.set_device(device)
     if world_size() == 1:
@@ -69,7 +69,7 @@ def _device(parallel: Parallel) -> torch.device:
     return torch.device("cuda", local) if enough and parallel.distributed_backend != "gloo" else torch.device("cpu")
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """glibc gives large buffers back to the system after each step, and gets them anew page by page: a fifth of the time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -49,7 +49,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     else:
-        _load(engine, start)
+        load(engine, start)
     peak = settings.logging.peak_tflops or peak_tflops(
         torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     )
@@ -64,15 +64,11 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     return run
 
 
-def _load(engine: Engine, start: Start) -> None:
-    """Collectives are in there: what is wrong with the tensors shows before them, on the ranks that read them."""
-    load(engine, start)
-
-
 def _model(settings: Settings, start: Start | None, vocab: int) -> tuple[ModelConfig, Mapping[str, float]]:
     model = settings.model
     if start is None:
-        config = model_from_flags(settings, model.vocab_size or vocab)
+        told = None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size  # that one adds a token
+        config = model_from_flags(settings, told or vocab)
         dropouts: Mapping[str, float] = {
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,

@@ -35,13 +35,13 @@ def test_a_run_evaluates_reports_and_draws(tmp_path: Path) -> None:
 
 
 def test_wandb_that_is_not_installed_is_asked_for_by_name(tmp_path: Path) -> None:
-    running = launch(tmp_path, 1, f"pretrain {LLAMA} --train-iters 1 --wandb-project p")
+    running = launch(tmp_path, 1, f"pretrain {LLAMA} --train-iters 2 --wandb-project p")
     assert running.wait() == [2]
     assert "--wandb-project needs the package wandb: pip install wandb" in running.log(0)
 
 
 def test_empty_splits_are_fine(tmp_path: Path) -> None:
-    command = f"pretrain {LLAMA} --train-iters 1".replace("--eval-iters 0 ", "").replace("--mock-data", "")
+    command = f"pretrain {LLAMA} --train-iters 2".replace("--eval-iters 0 ", "").replace("--mock-data", "")
     (tmp_path / "examples.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9 10 11 12"}\n' * 8)
     ran = train(tmp_path, 1, f"{command} --finetune-data examples.jsonl --tokenizer-type NullTokenizer --vocab-size 59")
     assert "no data for validation" in ran.log(0)
