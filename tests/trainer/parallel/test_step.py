@@ -1,6 +1,7 @@
 """What one pass makes of its batch: documents, masks, padding, windows, recomputation, dropout."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -264,6 +265,20 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
         with pytest.raises(TensorMismatch, match=said):
             load_weights(engine, wrong)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch.compile, with a backend that runs what was traced instead of compiling it."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = Case("qwen3", masked=False, options=(("compile", True),))
+    traced, plain = make_engine(case), make_engine(replace(case, options=()))
+    for number in range(2):
+        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

@@ -35,8 +35,9 @@ class World:
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """function(rank, *arguments) on each of `size` ranks of a process group. function: of a module, not a closure."""
-        while len(self._ranks) < size:
-            self._start()
+        new = [self._start() for _ in range(size - len(self._ranks))]
+        for pipe in new:  # importing torch takes longer on a busy machine than ranks wait for each other
+            pipe.recv()
         self._count += 1
         meeting = self._directory / f"meeting-{self._count}"
         ranks = self._ranks[:size]
@@ -53,13 +54,14 @@ class World:
             raise RankFailed("\n".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(replies)))
         return [value for _, value in replies]
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(len(self._ranks), theirs), daemon=True)
         process.start()
         theirs.close()
         self._ranks.append((process, ours))
+        return ours
 
     def _stop(self) -> None:
         for process, pipe in self._ranks:
@@ -74,7 +76,10 @@ def serve(rank: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import megatron_lite.engine  # noqa: F401
+
     torch.set_num_threads(1)
+    pipe.send("ready")
     while True:
         try:
             meeting, size, function, arguments = pipe.recv()
