@@ -262,6 +262,9 @@ class _Waiting:
     def __init__(self, work: Any, clock: list[float]) -> None:
         self._work, self._clock = work, clock
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
     def wait(self) -> Any:
         begun = time.perf_counter()
         done = self._work.wait()
