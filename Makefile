@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := megaconv loaders savers formats megatron_lite
 
-.PHONY: demo test test-slow test-gpu check benchmark clean
+.PHONY: demo demo-train test test-slow test-gpu check benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
+
+demo-train: $(VENV)/.tested
+	PYTHON=$(BIN)/python examples/finetune.sh
 
 test: $(VENV)/.tested check
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
@@ -26,6 +29,8 @@ check: $(VENV)/.tested
 
 benchmark: $(VENV)/.tested
 	$(BIN)/python benchmarks/convert.py
+	$(BIN)/python benchmarks/trainer.py single
+	$(BIN)/python benchmarks/trainer.py parallel
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,zarr]"
+	$(PIP) -e ".[test,oracle,data,train,zarr]"
 	touch $@
 
 clean:

@@ -1,0 +1,329 @@
+"""Tokens per second of the trainer, beside transformers and Megatron core, in one run with interleaved rounds.
+
+    python benchmarks/trainer.py single [--rounds 3] [--steps 5] [--tiny] [--dtype float32|bfloat16] [--json]
+    python benchmarks/trainer.py parallel [--steps 5] [--tiny] [--json]
+    python benchmarks/trainer.py gpu [--steps 10] [--json]
+
+single: a Llama of 25 million parameters on the CPU, one process. Each figure is the median of --steps steps of a fresh
+process after two that don't count; contenders take turns. `as installed` and `keeping freed memory` differ in glibc's
+mallopt alone, which the trainer sets on a CPU and anybody may: the second column compares the software.
+parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
+gpu: Llamas of 1B and 3B, bf16, sequences of 4096, one GPU: tokens/s and MFU against its dense peak.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaconv.config import ModelConfig
+from megaconv.layout import Layout
+from megatron_lite.batch import Microbatch
+from megatron_lite.engine import Engine
+from megatron_lite.grid import make_grid
+from megatron_lite.launch import keep_freed_memory
+from megatron_lite.log import flops_per_token, peak_tflops
+from megatron_lite.options import ModelOptions, OptimizerOptions
+from megatron_lite.weights import init_weights
+
+ROOT = Path(__file__).parents[1]
+CONTENDERS = ("megatron_lite", "transformers", "megatron-core")
+WARM_UP = 2
+
+
+def model(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=hidden // heads, ffn=ffn,
+        vocab=vocab, max_positions=positions, norm_epsilon=1e-5, rope_theta=1e4,
+    )  # fmt: skip
+
+
+SMALL = model(8, 384, 6, 6, 1024, 16384, 512)
+TINY = model(4, 64, 4, 4, 128, 256, 64)
+GPU = {"1B": (model(16, 2048, 32, 8, 8192, 32000, 4096), 4), "3B": (model(28, 3072, 24, 8, 8192, 32000, 4096), 2)}
+"""Model, and sequences of a step."""
+
+Step = Callable[[], None]
+
+
+def batch(config: ModelConfig, rows: int, device: str = "cpu") -> Microbatch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab, (rows, config.max_positions + 1), generator=generator).to(device)
+    return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
+    engine = Engine(
+        config, make_grid(Layout(stage_layers=(config.layers,)), 1, torch.device("cpu")),
+        ModelOptions(dtype=dtype, vocab_divisor=1, **options), OptimizerOptions(),
+    )  # fmt: skip
+    init_weights(engine, 0.02, 0)
+    data = batch(config, rows)
+    return lambda: engine.train_step([data], 1e-4) and None
+
+
+def with_transformers(config: ModelConfig, dtype: str, rows: int) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = LlamaConfig(
+        hidden_size=config.hidden, intermediate_size=config.ffn, num_hidden_layers=config.layers, vocab_size=config.vocab,
+        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, max_position_embeddings=config.max_positions,
+        attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    network = LlamaForCausalLM(settings).to(getattr(torch, dtype))
+    data = batch(config, rows)
+
+    def loss() -> torch.Tensor:
+        logits = network(data.tokens).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), data.labels.flatten())
+
+    return _plain_step(network, loss)
+
+
+def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from tests.megatron_oracle import run_on_cpu
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(1, 1)
+    run_on_cpu().__enter__()
+    unfused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    settings = TransformerConfig(
+        num_layers=config.layers, hidden_size=config.hidden, num_attention_heads=config.heads, ffn_hidden_size=config.ffn,
+        num_query_groups=config.kv_heads, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        use_cpu_initialization=True, persist_layer_norm=False, apply_rope_fusion=False, **dict.fromkeys(unfused, False),
+    )  # fmt: skip
+    network = GPTModel(
+        settings, get_gpt_layer_local_spec(normalization="RMSNorm"), config.vocab, config.max_positions,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    ).to(getattr(torch, dtype))  # fmt: skip
+    data = batch(config, rows)
+    positions = torch.arange(config.max_positions).expand(rows, -1)
+    mask = torch.ones(config.max_positions, config.max_positions, dtype=torch.bool).triu(1)[None, None]
+    return _plain_step(network, lambda: network(data.tokens, positions, mask, labels=data.labels).float().mean())
+
+
+def _plain_step(network: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def one(name: str, dtype: str, steps: int, tiny: bool, keep: bool) -> None:
+    """A contender's own process: prints its figures."""
+    config, rows = (TINY, 2) if tiny else (SMALL, 2)
+    if keep:
+        keep_freed_memory()
+    make = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[name]
+    seconds = measure(make(config, dtype, rows), steps)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"tokens_per_second": rows * config.max_positions / seconds, "peak_bytes": peak}))
+
+
+def measure(step: Step, steps: int, settle: Step = lambda: None) -> float:
+    """Median seconds of a step."""
+    for _ in range(WARM_UP):
+        step()
+    settle()
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        step()
+        settle()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def single(rounds: int, steps: int, tiny: bool, dtype: str) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {}
+    for _ in range(rounds):
+        for keep in (False, True):
+            for name in CONTENDERS:
+                words = ["one", name, "--steps", str(steps), "--dtype", dtype] + ["--tiny"] * tiny + ["--keep"] * keep
+                label = f"{name}, {'keeping freed memory' if keep else 'as installed'}"
+                found.setdefault(label, []).append(
+                    json.loads(_run([sys.executable, __file__, *words]).splitlines()[-1])
+                )
+    return {
+        label: {
+            "tokens_per_second": [round(item["tokens_per_second"], 1) for item in items],
+            "median": round(statistics.median(item["tokens_per_second"] for item in items), 1),
+            "peak_GB": round(max(item["peak_bytes"] for item in items) / 1e9, 2),
+        }
+        for label, items in found.items()
+    }
+
+
+def _run(command: list[str]) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def parallel(steps: int, tiny: bool) -> dict[str, Any]:
+    layouts = {"one process": (1, 1, 1), "TP2": (2, 1, 1), "PP2": (1, 2, 1), "DP2": (1, 1, 2)}
+    found = {}
+    for label, sizes in layouts.items():
+        launch = (
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(max(sizes))]
+            if max(sizes) > 1
+            else [sys.executable]
+        )
+        words = ["rank", *map(str, sizes), "--steps", str(steps), *["--tiny"] * tiny]
+        found[label] = json.loads(_run([*launch, __file__, *words]).splitlines()[-1])
+    return found
+
+
+def rank(tp: int, pp: int, dp: int, steps: int, tiny: bool) -> None:
+    """One process of `parallel`: four microbatches a step, one thread."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    config = TINY if tiny else SMALL
+    if tp * pp * dp > 1:
+        dist.init_process_group("gloo")
+    clock = _time_communication()
+    each = config.layers // pp
+    grid = make_grid(Layout(tp, pp, stage_layers=(each,) * pp), dp, torch.device("cpu"))
+    engine = Engine(config, grid, ModelOptions(dtype="float32", vocab_divisor=1), OptimizerOptions(distributed=dp > 1))
+    init_weights(engine, 0.02, 0)
+    data = [batch(config, 1)] * (4 // dp)
+    waited: list[float] = []
+
+    def step() -> None:
+        clock[0] = 0.0
+        engine.train_step(data, 1e-4)
+        engine.finish()
+        waited.append(clock[0])
+
+    seconds = measure(step, steps)
+    if grid.rank == 0:
+        print(
+            json.dumps(
+                {
+                    "step_ms": round(seconds * 1e3, 1),
+                    "communication": round(statistics.median(waited[WARM_UP:]) / seconds, 3),
+                }
+            )
+        )
+    if tp * pp * dp > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _time_communication() -> list[float]:
+    """[seconds that this process has spent in collectives and waiting for messages]."""
+    from megatron_lite import comm
+
+    clock = [0.0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **words: Any) -> Any:
+            begun = time.perf_counter()
+            work = call(*arguments, **words)
+            clock[0] += time.perf_counter() - begun
+            return _Waiting(work, clock) if hasattr(work, "wait") else work
+
+        return run
+
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "send", "receive", "gathered", "scattered"):
+        setattr(comm, name, timed(getattr(comm, name)))
+    return clock
+
+
+class _Waiting:
+    """A message under way."""
+
+    def __init__(self, work: Any, clock: list[float]) -> None:
+        self._work, self._clock = work, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self) -> Any:
+        begun = time.perf_counter()
+        done = self._work.wait()
+        self._clock[0] += time.perf_counter() - begun
+        return done
+
+
+def gpu(steps: int) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise SystemExit("this measurement needs a CUDA device")
+    device, found = torch.cuda.get_device_name(), {}
+    peak = peak_tflops(device) or 989.0
+    for label, (config, rows) in GPU.items():
+        for compiled in (False, True):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            grid = make_grid(Layout(stage_layers=(config.layers,)), 1, torch.device("cuda", 0))
+            engine = Engine(config, grid, ModelOptions(compile=compiled), OptimizerOptions())
+            init_weights(engine, 0.02, 0)
+            data = batch(config, rows, "cuda")
+            seconds = measure(lambda e=engine, d=data: e.train_step([d], 1e-4) and None, steps, torch.cuda.synchronize)  # type: ignore[misc]
+            speed = rows * config.max_positions / seconds
+            found[f"{label}{', compiled' if compiled else ''}"] = {
+                "tokens_per_second": round(speed),
+                "mfu": round(speed * flops_per_token(config, config.max_positions) / 1e12 / peak, 3),
+                "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+            }
+            del engine
+    return {"device": device, "peak_tflops": peak, **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("single", "parallel", "gpu", "one", "rank"))
+    parser.add_argument("rest", nargs="*")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    for word in ("--tiny", "--keep", "--json"):
+        parser.add_argument(word, action="store_true")
+    args = parser.parse_args()
+    if args.what == "one":
+        one(args.rest[0], args.dtype, args.steps, args.tiny, args.keep)
+    elif args.what == "rank":
+        rank(*map(int, args.rest), args.steps, args.tiny)
+    else:
+        found = {
+            "single": lambda: single(args.rounds, args.steps, args.tiny, args.dtype),
+            "parallel": lambda: parallel(args.steps, args.tiny),
+            "gpu": lambda: gpu(args.steps),
+        }[args.what]()
+        machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
+        if args.json:
+            print(json.dumps({"machine": machine, **found}, indent=1))
+        else:
+            print(machine)
+            for label, figures in found.items():
+                print(f"{label:<40} {figures}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The model of a run: from flags, or from a checkpoint that no flag may contradict."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.config import ModelConfig
+from megaconv.errors import UsageError
+from megaconv.layout import Layout
+from megaconv.megatron_args import from_arguments, to_arguments
+from megaconv.training import TrainingState
+from megatron_lite.config import Model, Settings, flags
+
+FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
+"""Settings of a model that its checkpoint doesn't fix, or not here."""
+
+
+def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
+    """vocab: the tokenizer's. Raises UsageError for sizes that are missing, UnknownFamily for a model without a table."""
+    model = settings.model
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(model, name) is None:
+            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which says it)")
+    assert model.hidden_size is not None
+    assert model.num_attention_heads is not None
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise UsageError(
+            f"--hidden-size {model.hidden_size} can't be divided by --num-attention-heads {model.num_attention_heads}; "
+            "choose others, or give --kv-channels"
+        )
+    bias = not model.disable_bias_linear
+    found: dict[str, Any] = {
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "ffn": model.ffn_hidden_size or _ffn(model),
+        "vocab": vocab,
+        "gated": model.swiglu,
+        "tie_embeddings": not model.untie_embeddings_and_output_weights,
+        "qkv_bias": bias or model.add_qkv_bias,
+        "o_bias": bias,
+        "mlp_bias": bias,
+        "qk_norm": model.qk_layernorm,
+    }
+    return from_arguments(_as_arguments(settings, found["ffn"]), found)
+
+
+def _ffn(model: Model) -> int:
+    """Megatron's: 4 x hidden; gated 8/3 x hidden, rounded down to a multiple of 64."""
+    assert model.hidden_size
+    return int(4 * model.hidden_size * 2 / 3) // 64 * 64 if model.swiglu else 4 * model.hidden_size
+
+
+def _as_arguments(settings: Settings, ffn: int) -> Namespace:
+    """What Megatron's own args would say, as far as from_arguments asks."""
+    values: dict[str, Any] = dict(vars(settings.model))
+    values["ffn_hidden_size"] = ffn
+    values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
+    values["max_position_embeddings"] = settings.model.max_position_embeddings or settings.training.seq_length
+    return Namespace(**{name: value for name, value in values.items() if value is not None})
+
+
+def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str) -> None:
+    """Raises UsageError for the first flag that says something else than the checkpoint at source."""
+    told = to_arguments(
+        config, Layout(stage_layers=(config.layers,)), TrainingState(), transformer_impl="local", grouped_experts=False,
+        vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
+    ) | dict(dropouts)  # fmt: skip
+    told |= {
+        "disable_bias_linear": not told["add_bias_linear"],
+        "no_bias_gelu_fusion": not told["bias_gelu_fusion"],
+        "num_query_groups": config.kv_heads,
+        "rope_scaling_factor": (config.rope_scaling or {}).get("factor", told["rope_scaling_factor"]),
+    }
+    for name in sorted(settings.given):
+        subject, _ = flags()[name]
+        if subject != "model" or (name in FREE and name not in dropouts) or name not in told:
+            continue
+        asked = getattr(getattr(settings, subject), name)
+        if asked != told[name] and not (asked is False and told[name] is None):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {told[name]}; leave the flag out"
+            )

@@ -1,0 +1,23 @@
+"""What a model is trained on in one pass."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Sequences that go through the model together. Every rank of a model (tp and pp) has the same ones."""
+
+    tokens: Tensor
+    """int64 [batch, sequence]"""
+    labels: Tensor
+    """int64 [batch, sequence]: for each token the one that follows it."""
+    loss_mask: Tensor | None = None
+    """Weight of each label in the loss, bool or float [batch, sequence]; None: all 1."""
+    positions: Tensor | None = None
+    """int64 [batch, sequence]; None: 0, 1, 2 ..."""
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """Per sequence the lengths of its documents, which don't see each other; None: one document."""
+    index: int = 0
+    """Its number among all microbatches of the step, over all data-parallel ranks: seeds its dropout."""

@@ -1,0 +1,62 @@
+"""The command line: `megatron-lite pretrain | finetune | preprocess`; torchrun starts it once for every process."""
+
+import sys
+from collections.abc import Sequence
+
+from megaconv.errors import CheckpointError
+from megatron_lite.arguments import DESCRIPTIONS, parse
+
+USAGE = """usage: megatron_lite COMMAND [FLAGS]
+
+commands:
+  pretrain     {pretrain}
+  finetune     {finetune}
+  preprocess   Turn text into Megatron's indexed files.
+
+`megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun:
+  torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Ends the process with the exit status: 0 done, 1 failed, 2 wrong usage, 3 an input is corrupt."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help"):
+        if _is_first():
+            print(USAGE.format(**DESCRIPTIONS), end="")
+        sys.exit(0 if words else 2)
+    if command == "preprocess":
+        from megatron_lite.data.preprocess import main as preprocess
+
+        sys.exit(preprocess(words[1:]))
+    if command not in DESCRIPTIONS:
+        _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, 'preprocess'))}")
+    _train(command, words[1:])
+
+
+def _train(command: str, words: list[str]) -> None:
+    try:
+        if {"-h", "--help"} & set(words) and not _is_first():
+            sys.exit(0)
+        settings, ignored = parse(command, words)
+    except CheckpointError as error:
+        _refuse(str(error), error.exit_status)
+    if ignored and _is_first():
+        print(f"without effect here: {', '.join(ignored)}", file=sys.stderr)
+    from megatron_lite.session import run
+
+    run(settings, finetune=command == "finetune")
+
+
+def _is_first() -> bool:
+    """All ranks say the same; one is enough."""
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _refuse(message: str, status: int = 2) -> None:
+    if _is_first():
+        print(f"megatron_lite: error: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,112 @@
+"""The collectives by the names that this torch has for them, and those that autograd knows. A group of None is one rank.
+
+All sums are in the dtype of the tensor. A failed collective raises and leaves its group unusable: nobody catches it here.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+Group = ProcessGroup | None
+
+# torch 2.13 renamed these two and warns about the older names.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def size(group: Group) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def all_reduce(tensor: Tensor, group: Group, *, later: bool = False) -> Work | None:
+    """Sum in place. later: returns at once; wait() on the result before touching the tensor."""
+    return None if group is None else dist.all_reduce(tensor, group=group, async_op=later)
+
+
+def reduce_scatter(part: Tensor, whole: Tensor, group: Group, *, later: bool = False) -> Work | None:
+    """part, which may lie in whole, becomes this rank's 1/n of the sum."""
+    if group is None:
+        return None
+    work: Work | None = _reduce_scatter(part, whole, group=group, async_op=later)
+    return work
+
+
+def all_gather(whole: Tensor, part: Tensor, group: Group, *, later: bool = False) -> Work | None:
+    """whole becomes all ranks' parts one after another; part may lie in whole."""
+    if group is None:
+        return None
+    work: Work | None = _all_gather(whole, part, group=group, async_op=later)
+    return work
+
+
+def send(tensor: Tensor, rank: int, group: Group, tag: int) -> Work:
+    """To a global rank; the tensor stays as it is until wait()."""
+    work = dist.isend(tensor, rank, group=group, tag=tag)
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def receive(tensor: Tensor, rank: int, group: Group, tag: int) -> Work:
+    work = dist.irecv(tensor, rank, group=group, tag=tag)
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def overlapping() -> bool:
+    """Whether a Function may start a collective and wait later: torch.compile can't trace that."""
+    return not torch.compiler.is_compiling()
+
+
+def wait(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' parts one after another along the first axis."""
+    whole = part.new_empty(part.shape[0] * size(group), *part.shape[1:])
+    all_gather(whole, part.contiguous(), group)
+    return whole
+
+
+def scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part, along the first axis, of the sum over all ranks."""
+    part = whole.new_empty(whole.shape[0] // size(group), *whole.shape[1:])
+    reduce_scatter(part, whole.contiguous(), group)
+    return part
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks; the gradient of a sum is that of each term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        x = x.clone()
+        all_reduce(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumScattered(torch.autograd.Function):
+    """Sum over the ranks of which each keeps its part of the first axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.group), None
+
+
+def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
+    """The sum over the ranks, whole or (scatter) cut along the first axis; autograd knows how to go back."""
+    summed: Tensor = (_SumScattered if scatter else _Sum).apply(x, group)  # type: ignore[no-untyped-call]
+    return summed

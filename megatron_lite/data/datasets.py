@@ -1,0 +1,196 @@
+"""From the flags about data to the datasets for training, validation and test. The flags, and what they mean, are Megatron's."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaconv.errors import UsageError
+from megatron_lite.data.blend import BlendedDataset, BlendIndices, blend_all, blend_by_weight, normalized
+from megatron_lite.data.corpora import SPLITS, Corpora, Part, parse_corpora, parse_split, part_of
+from megatron_lite.data.finetune_dataset import FinetuneDataset, read_examples
+from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.gpt_index import Indices, build_indices
+from megatron_lite.data.index_cache import cache_key, cached
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.mock import SPLIT as MOCK_SPLIT
+from megatron_lite.data.mock import MockDocuments
+from megatron_lite.data.samples import NO_TOKEN, Dataset, SampleForm
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.data.tokens import Documents
+
+SURPLUS = 0.005
+"""Of samples that each corpus of a blend is asked for, since the blend may take a few more than its share."""
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Each field is a flag of Megatron's."""
+
+    seq_length: int
+    seed: int = 1234
+    data_path: Sequence[str] = ()
+    """One prefix, several, or weights and prefixes in turns."""
+    split: str | None = None
+    """Parts of `data_path` for training, validation and test; 969,30,1 unless given."""
+    train_data_path: Sequence[str] = ()
+    valid_data_path: Sequence[str] = ()
+    test_data_path: Sequence[str] = ()
+    finetune_data: Sequence[str] = ()
+    """Files of examples; all of them are trained on unless `split` says otherwise."""
+    mock_data: bool = False
+    data_cache_path: Path | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+
+def build_datasets(options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None]) -> list[Dataset | None]:
+    """The datasets for training, validation and test; None where there is nothing, or nothing is asked for.
+
+    samples: how many will be drawn of each, at least; None: one epoch. The order of samples depends on the number.
+    Every process may call it at once.
+    Raises UsageError for contradictions, CorruptCheckpoint for files.
+    """
+    _check(options)
+    builder = _Builder(options, _form(options, tokenizer))
+    if options.mock_data:
+        mock = MockDocuments(tokenizer.vocab_size, _eod(tokenizer))
+        return [builder.single(mock, part, count) for part, count in zip(parse_split(MOCK_SPLIT), samples, strict=True)]
+    if options.finetune_data:
+        return _finetune_datasets(options, tokenizer, samples)
+    if options.data_path:
+        corpora = parse_corpora(options.data_path)
+        parts = parse_split(options.split or DEFAULT_SPLIT)
+        return [builder.split(corpora, part, count) for part, count in zip(parts, samples, strict=True)]
+    found: list[Dataset | None] = []
+    for name, count in zip(SPLITS, samples, strict=True):
+        paths: Sequence[str] = getattr(options, f"{name}_data_path")
+        if not paths:
+            found.append(None)
+            continue
+        corpora = parse_corpora(paths, f"--{name}-data-path")
+        if len(corpora.prefixes) == 1:
+            corpora = Corpora(corpora.prefixes, None)  # a single one is no blend here, weight or not
+        found.append(builder.split(corpora, (0.0, 1.0), count))
+    return found
+
+
+def _finetune_datasets(
+    options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None]
+) -> list[Dataset | None]:
+    examples = read_examples(options.finetune_data, tokenizer)
+    found: list[Dataset | None] = []
+    for part, count in zip(parse_split(options.split or "1"), samples, strict=True):
+        members = part_of(part, len(examples)) if part is not None and count != 0 else np.empty(0, np.int32)
+        found.append(
+            FinetuneDataset(examples, members, options.seq_length, count, options.seed) if len(members) else None
+        )
+    return found
+
+
+def _check(options: DataOptions) -> None:
+    apart = [name for name in SPLITS if getattr(options, f"{name}_data_path")]
+    sources = [bool(options.mock_data), bool(options.data_path), bool(options.finetune_data), bool(apart)]
+    if sum(sources) != 1:
+        raise UsageError(
+            "give one of --data-path, --train-data-path (with --valid-data-path, --test-data-path), --finetune-data, --mock-data; "
+            + ("nothing says what to train on" if not any(sources) else "they exclude each other")
+        )
+    if apart and options.split is not None:
+        raise UsageError(f"--split cuts --data-path; with --{apart[0]}-data-path there is nothing to cut")
+    if options.seq_length < 1:
+        raise UsageError(f"--seq-length {options.seq_length}: a sample has one token at least")
+
+
+def _form(options: DataOptions, tokenizer: Tokenizer) -> SampleForm:
+    """A padding token that is the end token too can't be told from it in the data, so nothing counts as padding then."""
+    pad = tokenizer.pad
+    resets = options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss
+    eod = _eod(tokenizer) if any(resets) else tokenizer.eod
+    return SampleForm(NO_TOKEN if eod is None else eod, NO_TOKEN if pad is None or pad == eod else pad, *resets)
+
+
+def _eod(tokenizer: Tokenizer) -> int:
+    if tokenizer.eod is None:
+        raise UsageError("the tokenizer has no token that ends a document, which the flags about data ask for")
+    return tokenizer.eod
+
+
+@dataclass(frozen=True)
+class _Builder:
+    options: DataOptions
+    form: SampleForm
+
+    def split(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
+        if corpora.weights is None and len(corpora.prefixes) == 1:
+            return self.single(IndexedDataset(corpora.prefixes[0]), part, samples)
+        return self._blend(corpora, part, samples)
+
+    def single(self, documents: Documents, part: Part | None, samples: int | None) -> GPTDataset | None:
+        """Part of one corpus."""
+        if part is None or samples == 0:
+            return None
+        members = part_of(part, len(documents.lengths))
+        lengths, seq_length, seed = documents.lengths, self.options.seq_length, self.options.seed
+        if not lengths[members].any():
+            return None
+        key = cache_key(
+            what="GPT samples", lengths=lengths[members], first=int(members[0]), largest=int(lengths.max()),
+            seq_length=seq_length, samples=samples, seed=seed,
+        )  # fmt: skip
+        arrays = cached(
+            self.options.data_cache_path, key, Indices._fields,
+            lambda: build_indices(lengths, members, seq_length, samples, seed),
+        )  # fmt: skip
+        return GPTDataset(documents, Indices(*arrays), self.form)
+
+    def _blend(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
+        """Parts of several corpora. One that has nothing in its part leaves its weight to the others."""
+        if part is None or samples == 0:
+            return None
+        opened = [IndexedDataset(prefix) for prefix in corpora.prefixes]
+        if corpora.weights is None:
+            return self._in_proportion(opened, part, samples)
+        if samples is None:
+            raise UsageError("weights before the corpora need a number of samples; leave them out for one epoch of all")
+        present = [
+            (dataset, weight)
+            for dataset, weight in zip(opened, corpora.weights, strict=True)
+            if dataset.lengths[part_of(part, len(dataset))].any()
+        ]
+        if not present:
+            return None
+        weights = normalized([weight for _, weight in present])
+        shares = [math.ceil(samples * weight) for weight in weights.tolist()]
+        asked = [math.ceil(share * (1 + SURPLUS)) for share in shares]
+        built = [self.single(dataset, part, count) for (dataset, _), count in zip(present, asked, strict=True)]
+        # Megatron normalizes twice, and the last bits decide between equals.
+        return self._blended(built, normalized(weights.tolist()), sum(shares))
+
+    def _in_proportion(self, opened: Sequence[IndexedDataset], part: Part, samples: int | None) -> Dataset | None:
+        built = [self.single(dataset, part, None) for dataset in opened]
+        sizes = [len(dataset) for dataset in built if dataset]
+        if not sizes:
+            return None
+        if samples is None:
+            return self._blended(built, None, sum(sizes))
+        return self._blended(built, normalized(sizes), min(samples, sum(sizes)))
+
+    def _blended(
+        self, built: Sequence[GPTDataset | None], weights: NDArray[np.float64] | None, size: int
+    ) -> BlendedDataset:
+        """weights: None to draw every sample once."""
+        datasets = [dataset for dataset in built if dataset]
+        sizes = [len(dataset) for dataset in datasets]
+        key = cache_key(what="blend", weights=weights if weights is not None else sizes, size=size)
+        arrays = cached(
+            self.options.data_cache_path, key, BlendIndices._fields,
+            lambda: blend_all(sizes) if weights is None else blend_by_weight(weights, size),
+        )  # fmt: skip
+        return BlendedDataset(datasets, BlendIndices(*arrays))

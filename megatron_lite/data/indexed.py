@@ -1,0 +1,157 @@
+"""Megatron's indexed dataset: the tokens of many sequences in one file, and an index beside it.
+
+    PREFIX.bin      the tokens of all sequences, one after the other, nothing else
+    PREFIX.idx      all little-endian, nothing aligned:
+        0   9 bytes     "MMIDIDX", two zeros
+        9   uint64      version: 1
+       17   uint8       code of the tokens' dtype
+       18   uint64      S, number of sequences
+       26   uint64      D, number of entries of the document array
+       34   int32[S]    tokens of each sequence
+            int64[S]    where it starts in the .bin, in bytes
+            int64[D]    0, then the number of sequences up to the end of each document
+            int8[S]     mode of each sequence: multimodal datasets only, and nothing but the size of the file tells
+
+Data for GPT has one sequence a document, data for BERT and T5 one a sentence. As megatron-core 0.16 reads and writes it.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import CorruptCheckpoint
+from megatron_lite.data.tokens import Documents, TokenDtype, Tokens
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+DTYPES: dict[int, TokenDtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+"""Of tokens. 6 and 7 are floats, and 7 has 4 bytes in Megatron core and 8 in its forerunners: refused, not guessed."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+_BLOCK = 1 << 20
+
+
+def token_dtype(vocab_size: int) -> TokenDtype:
+    """What Megatron stores tokens as: two bytes for fewer than 65500 different ones, else four."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+class IndexedDataset(Documents):
+    """Sequences by number. Both files stay mapped; what `get` returns is a view of the map, read-only.
+
+    lengths: int32[S], tokens of each sequence.
+    documents: int64[D], document k is the sequences documents[k] to documents[k + 1].
+    modes: int8[S] of a multimodal dataset, else None.
+    Raises CorruptCheckpoint, naming the file, for anything that can't be true.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        path = idx_path(prefix)
+        for file in (path, bin_path(prefix)):
+            if not file.is_file():
+                raise CorruptCheckpoint(f"{file}: no such file; a dataset is given by its path without .bin or .idx")
+        index = _map(path)
+        self.dtype, sequences, entries = _read_header(path, index)
+        # In Python's integers, before numpy could overflow.
+        plain = HEADER.size + 12 * sequences + 8 * entries
+        if len(index) not in (plain, plain + sequences):
+            raise CorruptCheckpoint(
+                f"{path}: has {len(index):,} bytes, {sequences:,} sequences and {entries:,} document entries take {plain:,}; "
+                "it is truncated, or was written to twice"
+            )
+        place = HEADER.size
+        self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, place)
+        self._pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, place + 4 * sequences)
+        self.documents: NDArray[np.int64] = np.frombuffer(index, "<i8", entries, place + 12 * sequences)
+        self.modes: NDArray[np.int8] | None = None
+        if sequences and len(index) != plain:
+            self.modes = np.frombuffer(index, "i1", sequences, plain)
+        self._tokens = _map(bin_path(prefix))
+        self._check()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """Tokens [offset, offset + length) of a sequence; to its end when length is None."""
+        available = int(self.lengths[index]) - offset
+        count = available if length is None else length
+        if offset < 0 or not 0 <= count <= available:
+            raise IndexError(f"sequence {index} has {self.lengths[index]} tokens; {count} from {offset} were asked for")
+        if not count:
+            return np.empty(0, self.dtype)
+        start = int(self._pointers[index]) + offset * self.dtype.itemsize
+        return np.frombuffer(self._tokens, self.dtype, count, start)
+
+    def _check(self) -> None:
+        """Every sequence lies in the .bin, every document in the index. In blocks: an index may have many gigabytes."""
+        path, size = idx_path(self.prefix), len(self._tokens)
+        if not len(self.documents) or self.documents[0] != 0 or self.documents[-1] != len(self.lengths):
+            raise CorruptCheckpoint(
+                f"{path}: its document array doesn't run from 0 to its {len(self.lengths):,} sequences; preprocess again"
+            )
+        for start in range(0, len(self.documents), _BLOCK):
+            if np.any(np.diff(self.documents[start : start + _BLOCK + 1]) < 0):
+                raise CorruptCheckpoint(f"{path}: its document array goes backwards; preprocess again")
+        for start in range(0, len(self.lengths), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            counts, places = self.lengths[block].astype(np.int64), self._pointers[block]
+            # No sum that could overflow: the end is compared with what is left behind the start.
+            wrong = (counts < 0) | (places < 0) | (places > size) | (counts * self.dtype.itemsize > size - places)
+            if np.any(wrong):
+                first = start + int(np.argmax(wrong))
+                raise CorruptCheckpoint(
+                    f"{bin_path(self.prefix)}: has {size:,} bytes, but {path.name} puts the {self.lengths[first]:,} tokens of "
+                    f"sequence {first:,} at byte {self._pointers[first]:,}; one of the two is truncated or of another dataset"
+                )
+        if len(self.lengths):
+            end = int(self._pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+            if end != size:
+                raise CorruptCheckpoint(
+                    f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} knows of {end:,}; they are of two datasets, "
+                    "or writing was interrupted"
+                )
+        elif size:
+            raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} knows of none")
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return b""  # can't be mapped
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:
+    if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
+        raise CorruptCheckpoint(
+            f"{path}: is no index of a Megatron dataset: it doesn't start with {MAGIC[:7].decode()}"
+        )
+    _, version, code, sequences, entries = HEADER.unpack(index[: HEADER.size])
+    if version != VERSION:
+        raise CorruptCheckpoint(f"{path}: says version {version}; only {VERSION} is known")
+    if code not in DTYPES:
+        known = ", ".join(f"{known} {dtype.name}" for known, dtype in sorted(DTYPES.items()))
+        raise CorruptCheckpoint(f"{path}: its tokens have dtype code {code}; tokens have one of {known}")
+    return DTYPES[code], sequences, entries

@@ -1,0 +1,162 @@
+"""`megatron_lite preprocess`: text to Megatron's indexed files, with the flags of Megatron-LM's tools/preprocess_data.py."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megaconv.errors import CheckpointError, Interrupted, UsageError
+
+EXAMPLES = """examples:
+  python -m megatron_lite preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
+      --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --workers 8
+  python -m megatron_lite preprocess --input 'data/*.jsonl.zst' extra.parquet --output-prefix corpus --json-keys text title \\
+      --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-2-7b --append-eod
+  zcat corpus.jsonl.gz | python -m megatron_lite preprocess --input - --output-prefix corpus \\
+      --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model
+
+writes PREFIX_KEY_document.bin and .idx for every key; --data-path wants PREFIX_KEY_document."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help lists all flags")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megatron_lite preprocess", epilog=EXAMPLES, allow_abbrev=False,
+        description="Turn text into Megatron's indexed files. Flags are Megatron-LM's.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument_group("text").add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, .gz, .zst, parquet; patterns; - for standard input",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields (or columns) with text, each a dataset of its own (text)",
+    )
+    add("--split-sentences", action="store_true", help="one sequence a sentence, for BERT and T5 (needs nltk)")
+    add("--lang", default="english", help="language of the sentences (english)")
+    add("--keep-newlines", action="store_true", help="white space behind a sentence stays")
+    add(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out, and report, lines that can't be read; else they end the run",
+    )
+    add = parser.add_argument_group("tokens").add_argument
+    add("--tokenizer-type", required=True, metavar="TYPE", help=_types())
+    add("--tokenizer-model", metavar="PATH", help="sentencepiece model, or Hugging Face directory or Hub id")
+    add("--vocab-file", type=Path, metavar="PATH", help="vocab.json of GPT-2, vocab.txt of BERT")
+    add("--merge-file", type=Path, metavar="PATH", help="merges.txt of GPT-2")
+    add("--vocab-size", type=int, metavar="N", help="of the NullTokenizer, whose text is numbers already")
+    add("--append-eod", action="store_true", help="end each document with the tokenizer's end of document")
+    add = parser.add_argument_group("output").add_argument
+    add("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document.bin")
+    add(
+        "--workers",
+        type=int,
+        default=_processors(),
+        metavar="N",
+        help="processes (all processors); the output is the same for any number",
+    )
+    add("--overwrite", action="store_true", help="replace datasets that exist")
+    for flag in ("--log-interval", "--dataset-impl"):  # Megatron-LM's, with nothing to choose here
+        parser.add_argument(flag, help=argparse.SUPPRESS)
+    return parser
+
+
+def _types() -> str:
+    from megatron_lite.data.tokenizer import TYPES
+
+    return ", ".join(TYPES)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0 done, 1 failed, 2 wrong usage, 3 bad input, 5 no space, 130 interrupted."""
+    handler = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _run(make_parser().parse_args(arguments))
+    except CheckpointError as error:
+        return _report(str(error), error.exit_status)
+    except OSError as error:
+        return _report(str(error), 1)
+    except (KeyboardInterrupt, Interrupted):
+        return _report("interrupted; nothing was left behind", 130)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return 0
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise Interrupted
+
+
+def _report(message: str, status: int) -> int:
+    print(f"megatron_lite: error: {message}", file=sys.stderr)
+    return status
+
+
+def _run(given: argparse.Namespace) -> None:
+    from megatron_lite.data.encoding import EncodingOptions
+    from megatron_lite.data.text_pipeline import PreprocessOptions, preprocess
+    from megatron_lite.data.tokenizer import TokenizerOptions
+
+    if given.workers < 1:
+        raise UsageError(f"--workers {given.workers}: there has to be one at least")
+    tokenizer = TokenizerOptions(
+        given.tokenizer_type, given.tokenizer_model, given.vocab_file, given.merge_file, given.vocab_size
+    )
+    encoding = EncodingOptions(
+        tokenizer, tuple(dict.fromkeys(given.json_keys)), given.append_eod, given.split_sentences, given.lang, given.keep_newlines
+    )  # fmt: skip
+    options = PreprocessOptions(
+        tuple(given.input), given.output_prefix, encoding, given.workers, given.skip_bad_lines, given.overwrite
+    )
+    meter = Meter()
+    written = preprocess(options, meter.advance, meter.warn)
+    meter.end()
+    for each in written:
+        print(f"{each.prefix}: {each.documents:,} documents, {each.tokens:,} tokens of {each.dtype}")
+
+
+class Meter:
+    """Documents and text a second on one line of stderr, where that is a terminal; warnings everywhere."""
+
+    def __init__(self) -> None:
+        self._start = self._shown = time.monotonic()
+        self._documents = self._size = 0
+        self._visible = sys.stderr.isatty()
+
+    def advance(self, documents: int, size: int) -> None:
+        self._documents += documents
+        self._size += size
+        now = time.monotonic()
+        if self._visible and now - self._shown > 0.2:
+            self._shown = now
+            seconds = now - self._start
+            speed = f"{self._documents / seconds:,.0f} documents/s, {self._size / seconds / 1e6:,.1f} MB/s"
+            print(f"\r\x1b[K{self._documents:,} documents, {speed}", end="", file=sys.stderr, flush=True)
+
+    def warn(self, message: str) -> None:
+        self.end()
+        print(f"megatron_lite: warning: {message}: left out", file=sys.stderr)
+
+    def end(self) -> None:
+        if self._visible:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,198 @@
+"""Tokenizers under Megatron's names, with the token ids of megatron-core's classes.
+
+Their packages are imported when a tokenizer is built, and only the one that it needs.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from formats.errors import CorruptCheckpoint
+from megaconv.errors import UsageError
+from megatron_lite.data.packages import package
+
+SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "BertWordPieceLowerCase", "NullTokenizer")
+
+END_OF_TEXT = "<|endoftext|>"
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """Each field is a flag of Megatron's, with `tokenizer_` before its first two there."""
+
+    type: str
+    model: str | None = None
+    """A sentencepiece model, or a Hugging Face directory or Hub id."""
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+    vocab_size: int | None = None
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    eod: int | None
+    """Token that ends a document."""
+    pad: int | None
+    bos: int | None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Without tokens at begin and end."""
+        ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+
+def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
+    """Raises UsageError for a flag or package that is missing, CorruptCheckpoint for files that are no tokenizer."""
+    if options.type not in TYPES:
+        raise UsageError(f"--tokenizer-type {options.type} is unknown; there are {', '.join(TYPES)}")
+    if options.type == "NullTokenizer":
+        return NullTokenizer(_needed(options, "vocab_size"))
+    if options.type == "GPT2BPETokenizer":
+        return _gpt2(_file(options, "vocab_file"), _file(options, "merge_file"))
+    if options.type == "BertWordPieceLowerCase":
+        return _bert(_file(options, "vocab_file"))
+    if options.type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(_needed(options, "model"))
+    return SentencePieceTokenizer(_file(options, "model"))
+
+
+def _needed(options: TokenizerOptions, field: str) -> Any:
+    value = getattr(options, field)
+    if value is None:
+        flag = "--tokenizer-model" if field == "model" else f"--{field.replace('_', '-')}"
+        raise UsageError(f"--tokenizer-type {options.type} needs {flag}")
+    return value
+
+
+def _file(options: TokenizerOptions, field: str) -> Path:
+    path = Path(_needed(options, field))
+    if not path.is_file():
+        raise CorruptCheckpoint(f"{path}: no such file; --tokenizer-type {options.type} reads its vocabulary there")
+    return path
+
+
+class NullTokenizer:
+    """Text that is numbers already, parted by single spaces; the end of a document is one more than the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size + 1
+        self.eod: int | None = vocab_size
+        self.pad: int | None = None
+        self.bos: int | None = None
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split(" ")]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model; neither begin nor end are added."""
+
+    def __init__(self, path: Path) -> None:
+        processor = package("sentencepiece", "this tokenizer").SentencePieceProcessor
+        try:
+            self._processor = processor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"{path}: is no sentencepiece model: {error}") from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod, self.pad, self.bos = (
+            number if number >= 0 else None
+            for number in (self._processor.eos_id(), self._processor.pad_id(), self._processor.bos_id())
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode_as_ids(text)
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode_ids(list(ids))
+        return text
+
+
+class HuggingFaceTokenizer:
+    """Any tokenizer that transformers can read, without running code that comes with it."""
+
+    def __init__(self, place: str) -> None:
+        transformers = package("transformers", "this tokenizer")
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        except Exception as error:  # whatever its many formats raise
+            raise CorruptCheckpoint(f"{place}: transformers can't read a tokenizer there: {error}") from error
+        self.vocab_size = len(self._tokenizer)
+        one = self._tokenizer
+        self.eod = one.sep_token_id if one.eos_token_id is None else one.eos_token_id
+        self.bos = one.cls_token_id if one.bos_token_id is None else one.bos_token_id
+        self.pad: int | None = one.pad_token_id
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class RustTokenizer:
+    """One of the `tokenizers` package, put together here from a vocabulary."""
+
+    def __init__(self, tokenizer: Any, eod: str, pad: str | None, bos: str) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size: int = tokenizer.get_vocab_size()
+        self.eod: int | None = tokenizer.token_to_id(eod)
+        self.pad: int | None = tokenizer.token_to_id(pad) if pad else None
+        self.bos: int | None = tokenizer.token_to_id(bos)
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
+    """GPT-2's byte-level BPE. `<|endoftext|>` in a text is that one token, as in transformers."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
+        merges = [
+            line for line in merge_file.read_text(encoding="utf-8").splitlines() if line and line[:9] != "#version:"
+        ]
+        pairs = [(first, second) for first, second in (line.split(" ") for line in merges)]
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CorruptCheckpoint(
+            f"{vocab_file}, {merge_file}: are no vocabulary and merges of GPT-2: {error}"
+        ) from error
+    if END_OF_TEXT not in vocabulary:
+        raise CorruptCheckpoint(f"{vocab_file}: has no {END_OF_TEXT}, with which documents end")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+    return RustTokenizer(tokenizer, END_OF_TEXT, None, END_OF_TEXT)
+
+
+def _bert(vocab_file: Path) -> RustTokenizer:
+    """BERT's word pieces, in lower case without accents. A document ends with [SEP]."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    words = vocab_file.read_text(encoding="utf-8").splitlines()
+    missing = [word for word in BERT_SPECIAL if word not in words]
+    if missing:
+        raise CorruptCheckpoint(f"{vocab_file}: has no {', '.join(missing)}; it is no vocabulary of BERT")
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL])
+    return RustTokenizer(tokenizer, "[SEP]", "[PAD]", "[CLS]")

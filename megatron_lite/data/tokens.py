@@ -1,0 +1,21 @@
+"""What a dataset draws samples from: numbered documents of tokens."""
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.integer[Any]]
+"""Token ids, of any integer dtype."""
+TokenDtype = np.dtype[np.integer[Any]]
+
+
+class Documents(Protocol):
+    """Documents of tokens by number; of an indexed dataset, its sequences."""
+
+    lengths: NDArray[np.int32]
+    """Tokens of each."""
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """Tokens [offset, offset + length) of one; to its end when length is None."""
+        ...

@@ -1,0 +1,239 @@
+"""One rank's share of a model in training: its chunks, gradients and optimizer, and what one step does with them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaconv.config import ModelConfig
+from megatron_lite import comm, rng
+from megatron_lite.batch import Microbatch
+from megatron_lite.buckets import ChunkBuckets
+from megatron_lite.clip import clip_factor, squares, sum_shares
+from megatron_lite.grid import Grid
+from megatron_lite.model import ModelChunk, make_plan
+from megatron_lite.options import ModelOptions, OptimizerOptions
+from megatron_lite.parameters import ParameterInfo, parameter_infos
+from megatron_lite.pipeline import Action, Executor, forward_order, last_backward, order
+from megatron_lite.precision import LossScaler
+from megatron_lite.tensor import TensorGroup
+from megatron_lite.zero import Optimizer
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The same on every rank."""
+
+    loss: float
+    """Mean over all tokens of the step that count."""
+    tokens: float
+    """How many those were (the sum of the loss mask)."""
+    grad_norm: float
+    """Before clipping; not finite if any gradient wasn't."""
+    skipped: bool
+    """Whether gradients weren't finite, so that nothing was changed."""
+    loss_scale: float
+    """The one that was used."""
+    signals: tuple[float, ...]
+    """The sums over all ranks of what was passed in."""
+
+
+class Engine:
+    """Built on every rank of a grid from the same configuration. Parameters are zeros until they are loaded."""
+
+    def __init__(
+        self, config: ModelConfig, grid: Grid, options: ModelOptions, optimizer: OptimizerOptions | None
+    ) -> None:
+        """optimizer None: for evaluation alone.
+
+        Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be cut.
+        """
+        self.config, self.grid, self.options = config, grid, options
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.step = 0
+        """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
+        tp = grid.layout.tp
+        ranks = TensorGroup(grid.tp_group, grid.tp_rank, tp, options.sequence_parallel and tp > 1)
+        plan = make_plan(config, grid.layout, options, ranks)
+        self.chunks: list[ModelChunk] = []
+        """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
+        self.infos: list[list[ParameterInfo]] = []
+        """Of each chunk."""
+        for index, chunk in enumerate(grid.chunks()):
+            with torch.device("meta"):
+                self.chunks.append(ModelChunk(plan, chunk))
+            self.infos.append(list(parameter_infos(plan, grid, index, chunk)))
+        self.buckets: list[ChunkBuckets] = []
+        self.optimizer: Optimizer | None = None
+        fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
+        self.scaler = LossScaler(fp16_scale)
+        if optimizer is None:
+            for module in self.chunks:
+                module.to(self.dtype).to_empty(device=grid.device).requires_grad_(False)
+        else:
+            self._prepare_training(optimizer)
+
+    def _prepare_training(self, optimizer: OptimizerOptions) -> None:
+        grid = self.grid
+        for module, infos in zip(self.chunks, self.infos, strict=True):
+            buckets = ChunkBuckets(
+                module, infos, self.dtype, grid.device, grid.dp_group,
+                bucket_elements=optimizer.bucket_elements,
+                distributed=optimizer.distributed,
+                overlap=optimizer.overlap_grad_reduce,
+            )  # fmt: skip
+            buckets.wait_before(_units(module))
+            self.buckets.append(buckets)
+        self.optimizer = Optimizer(self.buckets, optimizer)
+
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        lr: float,
+        weight_decay: float = 0.0,
+        signals: Sequence[float] = (),
+    ) -> StepReport:
+        """Forward, backward, reduce, clip, update. microbatches: this data-parallel rank's, all of the same shape.
+
+        signals: any numbers, summed over all ranks in passing (a request to stop, say).
+        """
+        optimizer, layout = self.optimizer, self.grid.layout
+        assert optimizer is not None, "the engine was made for evaluation"
+        for buckets in self.buckets:
+            buckets.begin()
+        # Every label's share of the mean, as if all of them counted; what doesn't count is made up for below.
+        positions = self.grid.dp * sum(batch.tokens.numel() for batch in microbatches)
+        scale = self.scaler.scale
+        losses = _LossSum(self.grid.device, scale / positions)
+        actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
+        completing = last_backward(actions)
+
+        def before_backward(action: Action) -> None:
+            self.buckets[action.chunk].is_last_pass = action in completing
+
+        self._run(actions, microbatches, losses, before_backward)
+        for buckets in self.buckets:
+            buckets.finish()
+        sum_shares(optimizer.ranges(), self.grid)
+        square = squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
+        loss_sum, tokens, square_sum, *summed = self._sum_over_world(losses, square, signals)
+        norm, factor = float("nan"), 1.0
+        if tokens:
+            factor = positions / tokens / scale
+            norm = sqrt(square_sum) * factor if isfinite(square_sum) else float("inf")
+        skipped = not isfinite(norm)
+        self.scaler.update(overflow=skipped)
+        if not skipped:
+            optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
+            optimizer.step(lr, weight_decay)
+        self.step += 1
+        return StepReport(loss_sum / max(tokens, 1.0), tokens, norm, skipped, scale, tuple(summed))
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
+        """(sum of losses, tokens that count), over all data-parallel ranks; the same on every rank."""
+        layout = self.grid.layout
+        losses = _LossSum(self.grid.device, 1.0)
+        with torch.no_grad():
+            self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
+        loss_sum, tokens, *_ = self._sum_over_world(losses, torch.zeros(()), ())
+        return loss_sum, tokens
+
+    def logits(self, batch: Microbatch) -> Tensor | None:
+        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective."""
+        found: list[Tensor] = []
+
+        def forward(action: Action, x: Tensor | None) -> Tensor:
+            chunk = self.chunks[action.chunk]
+            y: Tensor = chunk(x, batch, None)
+            if chunk.is_last:
+                found.append(chunk.logits(y))
+            return y
+
+        layout = self.grid.layout
+        with torch.no_grad():
+            Executor(self.grid, forward, self._shape(batch), self.dtype).run(forward_order(layout.pp, layout.vpp, 1))
+        return found[0] if found else None
+
+    def _run(
+        self,
+        actions: Sequence[Action],
+        microbatches: Sequence[Microbatch],
+        losses: "_LossSum",
+        before_backward: Any = lambda _: None,
+    ) -> None:
+        drops = torch.is_grad_enabled() and max(self.options.hidden_dropout, self.options.attention_dropout) > 0
+
+        def forward(action: Action, x: Tensor | None) -> Tensor:
+            chunk, batch = self.chunks[action.chunk], microbatches[action.microbatch]
+            seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
+            y: Tensor = chunk(x, batch, seed)
+            return losses.add(chunk, y, batch) if chunk.is_last else y
+
+        Executor(self.grid, forward, self._shape(microbatches[0]), self.dtype).run(actions, before_backward)
+
+    def _shape(self, batch: Microbatch) -> tuple[int, ...]:
+        """Of activations between stages."""
+        rows, length = batch.tokens.shape
+        cut = self.grid.layout.tp if self.options.sequence_parallel else 1
+        return length // cut, rows, self.config.hidden
+
+    def _sum_over_world(self, losses: "_LossSum", square: Tensor, signals: Sequence[float]) -> list[float]:
+        """[losses, tokens, squares, *signals] over all ranks: the one collective, and the one wait for a GPU, of a step."""
+        counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
+        values = torch.stack(
+            [losses.losses * counts, losses.tokens * counts, square.to(self.grid.device, torch.float64)]
+            + [torch.tensor(float(signal), dtype=torch.float64, device=self.grid.device) for signal in signals]
+        )
+        comm.all_reduce(values, self.grid.world_group)
+        found: list[float] = values.tolist()
+        return found
+
+    def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
+        """(chunk, name, local tensor) of every parameter of this rank; a tied copy is listed too."""
+        for module, infos in zip(self.chunks, self.infos, strict=True):
+            for info in infos:
+                yield info.chunk, info.name, module.get_parameter(info.name).detach()
+
+    def state(self) -> dict[str, Any]:
+        """What isn't per parameter: plain numbers, equal on all ranks."""
+        optimizer = {} if self.optimizer is None else self.optimizer.state()
+        return {"step": self.step, "optimizer": optimizer, "scaler": self.scaler.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+        self.scaler.load_state(state["scaler"])
+        if self.optimizer is not None:
+            self.optimizer.load_state(state["optimizer"])
+
+    def finish(self) -> None:
+        """Wait for all communication; before reading parameters (a save) and before exit."""
+        if self.optimizer is not None:
+            self.optimizer.wait()
+
+
+class _LossSum:
+    """Losses and tokens of a step on the last stage, float64, on the device until the step's end."""
+
+    def __init__(self, device: torch.device, share: float) -> None:
+        """share: what each label's loss is multiplied with to go backward from."""
+        self.share = share
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)
+        self.tokens = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, chunk: ModelChunk, hidden: Tensor, batch: Microbatch) -> Tensor:
+        """What to go backward from."""
+        mask = batch.loss_mask
+        weights = torch.ones_like(batch.labels, dtype=torch.float32) if mask is None else mask.float()
+        total, losses = chunk.loss(hidden, batch.labels, weights * self.share)
+        self.losses += (losses * weights).sum(dtype=torch.float64)
+        self.tokens += weights.sum(dtype=torch.float64)
+        return total
+
+
+def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
+    """The modules before which parameters have to be there."""
+    yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
+    yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)

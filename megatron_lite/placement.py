@@ -1,0 +1,153 @@
+"""Where a rank's tensors lie in the whole model: the keys, offsets and global shapes of Megatron core's `torch_dist` checkpoints.
+
+All of it follows from the family's table: a rank's tensor and the same tensor of a single rank are made of rectangles of
+the same canonical tensors, and where both hold a rectangle is what places one in the other. Layers of all stages lie under
+one key, stacked along a leading axis; norms have Transformer Engine's names (megatron/core/dist_checkpointing).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from formats.tensor import Shape, matrix_shape
+from megaconv.config import ModelConfig
+from megaconv.families import family
+from megaconv.layout import Chunk, Layout
+from megaconv.table import NativeTensor, Region, native_tensors
+
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a rank's tensor that lie one after another in the whole tensor too."""
+
+    row: int
+    rows: int
+    whole_row: int
+    whole_col: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one tensor of a rank."""
+
+    key: str
+    layer: int | None
+    """Its number in the whole model; None for a tensor outside of the layers."""
+    local: Shape
+    whole: Shape
+    """Without the axis of layers."""
+    layers: int
+    runs: tuple[Run, ...]
+    replicated: bool
+    """Every tensor rank holds it."""
+    tied_copy: bool
+    native: NativeTensor
+
+    @property
+    def global_shape(self) -> Shape:
+        return self.whole if self.layer is None else (self.layers, *self.whole)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of a checkpoint's tensor."""
+
+    key: str
+    offset: Shape
+    global_shape: Shape
+    tensor: Tensor
+    """In the checkpoint's number of axes."""
+
+
+def places(
+    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: str
+) -> dict[str, Place]:
+    """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
+    padded = replace(config, vocab=vocab_rows)  # padding rows are placed like any others
+    rows, single = family(config.family).rows, replace(layout, tp=1, etp=1)
+    named, keyed, whole = (
+        list(native_tensors(rows, padded, spelled, over, rank, chunk, vocab_rows))
+        for spelled, over, rank in ((naming, layout, tp_rank), ("core", layout, tp_rank), ("core", single, 0))
+    )
+    found = {}
+    for native, other, entire in zip(named, keyed, whole, strict=True):
+        key, layer = _key(other.name, chunk)
+        runs = tuple(_runs(native, entire))
+        found[native.name] = Place(
+            key, layer, native.shape, entire.shape, config.layers, runs, native.replicated, native.tied_copy, native
+        )
+    return found
+
+
+def _key(name: str, chunk: Chunk) -> tuple[str, int | None]:
+    match = _LAYER.fullmatch(name)
+    return (name, None) if match is None else (match[1] + match[3], chunk.first_layer + int(match[2]))
+
+
+def _runs(native: NativeTensor, whole: NativeTensor) -> Iterator[Run]:
+    """Neighbours are joined: an interleaved qkv is one run, [gate; up] are two."""
+    pieces = sorted(
+        (
+            Run(region.row, region.box.rows, *_place_in(region, whole.parts[name]))
+            for name, regions in native.parts.items()
+            for region in regions
+        ),
+        key=lambda run: run.row,
+    )
+    current = pieces[0]
+    for run in pieces[1:]:
+        if run.whole_row - current.whole_row == run.row - current.row == current.rows:
+            current = replace(current, rows=current.rows + run.rows)
+        else:
+            yield current
+            current = run
+    yield current
+
+
+def _place_in(region: Region, candidates: tuple[Region, ...]) -> tuple[int, int]:
+    """(row, column) in the whole tensor of a region's first element."""
+    for whole in candidates:
+        if whole.box.row0 <= region.box.row0 < whole.box.row1:
+            return whole.row + region.box.row0 - whole.box.row0, whole.col + region.box.col0 - whole.box.col0
+    raise AssertionError("a rank's rectangle lies in no rectangle of the whole tensor")
+
+
+def shards(place: Place, tensor: Tensor) -> Iterator[Shard]:
+    """A rank's whole tensor, cut into blocks of the checkpoint's."""
+    return flat_shards(place, place.key, tensor.reshape(-1), 0, tensor.numel())
+
+
+def flat_shards(place: Place, key: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
+    """Elements start..end of a rank's flattened tensor as blocks: views of flat [end - start], which starts at `start`."""
+    _, cols = matrix_shape(place.local)
+    for first, last, col0, col1 in _rectangles(start, end, cols):
+        for run in place.runs:
+            row0, row1 = max(first, run.row), min(last, run.row + run.rows)
+            if row0 >= row1:
+                continue
+            at = row0 * cols + col0 - start
+            block = flat[at : at + (row1 - row0) * (col1 - col0)]  # rows are whole, or there is only one
+            offset: Shape = (run.whole_row + row0 - run.row, run.whole_col + col0)
+            shape: Shape = (row1 - row0, col1 - col0)
+            if len(place.whole) == 1:
+                offset, shape = offset[:1], shape[:1]
+            if place.layer is not None:
+                offset, shape = (place.layer, *offset), (1, *shape)
+            yield Shard(key, offset, place.global_shape, block.view(shape))
+
+
+def _rectangles(start: int, end: int, cols: int) -> Iterator[tuple[int, int, int, int]]:
+    """(row0, row1, col0, col1) of a run of a matrix's elements: the end of a row, whole rows, the start of a row."""
+    while start < end:
+        row, col = divmod(start, cols)
+        if col or end - start < cols:
+            stop = min(end, (row + 1) * cols)
+            yield row, row + 1, col, col + stop - start
+        else:
+            stop = end // cols * cols
+            yield row, stop // cols, 0, cols
+        start = stop

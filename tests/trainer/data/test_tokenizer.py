@@ -1,0 +1,123 @@
+"""Tokenizers give the ids of megatron-core's classes for the same files."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.errors import CheckpointError, CorruptCheckpoint
+from megaconv.errors import UsageError
+from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
+from tests.trainer.data.vocabularies import TEXTS, bert_vocabulary, gpt2_files, sentencepiece_model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    vocab, merges = gpt2_files(root / "gpt2")
+    return {
+        "vocab": vocab, "merges": merges, "bert": bert_vocabulary(root / "bert"),
+        "sentencepiece": sentencepiece_model(root / "tokenizer.model"),
+        "with_pad": sentencepiece_model(root / "padded.model", pad=3),
+    }  # fmt: skip
+
+
+def options(kind: str, files: dict[str, Path]) -> TokenizerOptions:
+    if kind == "GPT2BPETokenizer":
+        return TokenizerOptions(kind, vocab_file=files["vocab"], merge_file=files["merges"])
+    if kind == "BertWordPieceLowerCase":
+        return TokenizerOptions(kind, vocab_file=files["bert"])
+    if kind == "HuggingFaceTokenizer":
+        return TokenizerOptions(kind, model=str(files["vocab"].parent))
+    if kind == "NullTokenizer":
+        return TokenizerOptions(kind, vocab_size=100)
+    return TokenizerOptions(kind, model=str(files["with_pad" if kind == "SentencePieceTokenizer" else "sentencepiece"]))
+
+
+def megatron(options: TokenizerOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """megatron-core's tokenizer for the same flags; the names that it would look up on the Hub become our directories."""
+    from argparse import Namespace
+
+    from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer
+    from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build
+
+    if options.vocab_file:
+        entry = {"tokenizer_name": str(options.vocab_file.parent)}
+        monkeypatch.setitem(megatron_hf_tokenizer.MEGATRON_CONFIG_MAP, options.type, entry)
+    return build(
+        Namespace(
+            tokenizer_type=options.type, tokenizer_model=options.model, vocab_size=options.vocab_size,
+            vocab_file=options.vocab_file and str(options.vocab_file), merge_file=options.merge_file and str(options.merge_file),
+            tokenizer_special_tokens=None, tokenizer_hf_use_fast=True, trust_remote_code=False,
+            tokenizer_hf_include_special_tokens=False, tokenizer_sentencepiece_legacy=False, tokenizer_metadata=None,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "kind",
+    ["GPT2BPETokenizer", "BertWordPieceLowerCase", "HuggingFaceTokenizer", "Llama2Tokenizer", "SentencePieceTokenizer"],
+)
+def test_ids_are_those_of_megatron_core(files: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = options(kind, files)
+    ours, theirs = build_tokenizer(given), megatron(given, monkeypatch)
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.eod == theirs.eod
+    assert (ours.pad, ours.bos) == tuple(None if number == -1 else number for number in (theirs.pad, theirs.bos))
+    for text in TEXTS:
+        assert ours.tokenize(text) == theirs.tokenize(text), text
+        if kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer") and "<|" not in text:
+            assert ours.detokenize(ours.tokenize(text)) == text
+        elif kind == "SentencePieceTokenizer":
+            ids = ours.tokenize(text)
+            assert ours.detokenize(ids) == theirs.detokenize(ids)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = TokenizerOptions("NullTokenizer", vocab_size=100)
+    ours, theirs = build_tokenizer(given), megatron(given, monkeypatch)
+    assert ours.tokenize("3 1 99") == theirs.tokenize("3 1 99") == [3, 1, 99]
+    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (101, 100)
+    assert ours.detokenize([3, 1]) == "3 1"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (TokenizerOptions("WordTokenizer"), "there are GPT2BPETokenizer"),
+        (TokenizerOptions("NullTokenizer"), "needs --vocab-size"),
+        (TokenizerOptions("Llama2Tokenizer"), "needs --tokenizer-model"),
+        (TokenizerOptions("GPT2BPETokenizer"), "needs --vocab-file"),
+        (TokenizerOptions("GPT2BPETokenizer", vocab_file=Path("none.json")), "none.json: no such file"),
+        (TokenizerOptions("Llama2Tokenizer", model="none.model"), "none.model: no such file"),
+        (TokenizerOptions("HuggingFaceTokenizer", model="./none"), "none: transformers can't read"),
+    ],
+    ids=lambda value: getattr(value, "type", value),
+)
+def test_what_is_missing_is_told(given: TokenizerOptions, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        build_tokenizer(given)
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "BertWordPieceLowerCase", "Llama2Tokenizer"])
+def test_files_that_are_no_tokenizer_are_told(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("neither\nof them\n")
+    with pytest.raises(CorruptCheckpoint, match=str(file)):
+        build_tokenizer(TokenizerOptions(kind, str(file), file, file))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [("Llama2Tokenizer", "sentencepiece"), ("HuggingFaceTokenizer", "transformers")]
+)
+def test_a_missing_package_is_told_with_what_to_install(
+    files: dict[str, Path], kind: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=rf"package {module}: pip install 'megaconv\[data\]'"):
+        build_tokenizer(options(kind, files))

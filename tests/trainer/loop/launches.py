@@ -1,0 +1,115 @@
+"""Starts training runs of several processes as torchrun does, without the seconds that each of its starts costs.
+
+Processes are forked from one that has imported torch; the rendezvous store is kept by the test, as torchrun's agent keeps
+it. Everything from the command line on is the real thing.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 90.0
+
+LLAMA = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 16 "
+    "--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--hidden-dropout 0 --attention-dropout 0 --vocab-size 60 --make-vocab-size-divisible-by 4 --mock-data --global-batch-size 4 "
+    "--lr 1e-3 --lr-warmup-iters 1 --log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1"
+)
+TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
+
+_context: Any = get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.session", "megatron_lite.cli"])
+
+
+@dataclass
+class Running:
+    """Processes of one run."""
+
+    directory: Path
+    processes: list[BaseProcess]
+    store: Any
+
+    def log(self, rank: int) -> str:
+        path = self.directory / f"log-{rank}.txt"
+        return path.read_text() if path.is_file() else ""
+
+    def logs(self) -> str:
+        return "\n".join(f"rank {rank}:\n{self.log(rank)}" for rank in range(len(self.processes)))
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def terminate(self, rank: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+
+    def wait(self) -> list[int]:
+        """Exit statuses. Fails when a process hangs."""
+        end = time.monotonic() + PATIENCE_S
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        if hanging:
+            self.kill()
+            raise AssertionError(f"ranks {hanging} hang\n{self.logs()}")
+        return [int(process.exitcode) for process in self.processes]  # type: ignore[arg-type]
+
+
+def launch(directory: Path, size: int, command: str, sabotage: Callable[[int], None] | None = None) -> Running:
+    """`megatron_lite COMMAND` on each of `size` ranks, in this directory, which is made. sabotage(rank): called before."""
+    from torch.distributed import TCPStore
+
+    directory.mkdir(parents=True, exist_ok=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        _context.Process(target=_rank, args=(rank, size, store.port, str(directory), command.split(), sabotage))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return Running(directory, processes, store)
+
+
+def train(directory: Path, size: int, command: str) -> Running:
+    """A run that has to go well."""
+    running = launch(directory, size, command)
+    statuses = running.wait()
+    assert statuses == [0] * size, running.logs()
+    return running
+
+
+def _rank(
+    rank: int, size: int, port: int, directory: str, words: list[str], sabotage: Callable[[int], None] | None
+) -> None:
+    os.chdir(directory)
+    log = os.open(f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if size > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+    import torch
+
+    from megatron_lite.cli import main
+
+    torch.set_num_threads(1)
+    if sabotage is not None:
+        sabotage(rank)
+    try:
+        main(words)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

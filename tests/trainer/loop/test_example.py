@@ -1,0 +1,33 @@
+"""The story of the README, as it stands there: torchrun, four processes, Hugging Face to Hugging Face."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megaconv
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.oracle
+def test_a_small_llama_learns_two_sentences_by_heart(tmp_path: Path) -> None:
+    """`transformers` repeats both to the letter."""
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["bash", "examples/finetune.sh", str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-2:] == [
+        "A checkpoint is a model at rest. Its tensors have names, shapes and values.",
+        "Training is a model at work. Its tensors have gradients, moments and no rest.",
+    ]
+    assert "layout      TP 2, PP 2" in done.stdout
+    assert megaconv.fingerprint(tmp_path / "tuned").weights == megaconv.fingerprint(tmp_path / "tuned-hf").weights

@@ -1,0 +1,127 @@
+"""How runs end that can't go on, and those that are asked to."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.loop.launches import LLAMA, launch, train
+
+COMMAND = f"pretrain {LLAMA} --train-iters 500"
+
+
+def at_step(step: int, victim: int, what: str, rank: int) -> None:
+    """On one rank a step ends otherwise than it should."""
+    from megatron_lite.engine import Engine
+
+    whole = Engine.train_step
+
+    def train_step(self: Engine, *arguments: Any) -> Any:
+        if self.step == step:
+            _misbehave(what)
+        return whole(self, *arguments)
+
+    if rank == victim:
+        Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def _misbehave(what: str) -> None:
+    if what == "raise":
+        raise ArithmeticError("a step went wrong")
+    if what == "refuse":
+        from megaconv.errors import CorruptCheckpoint
+
+        raise CorruptCheckpoint("shard-3.bin: is broken; copy it again")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        sys.exit(0)
+
+
+EXPECTED = {
+    "raise": "rank {victim} (tp 0 pp {victim} dp 0): ArithmeticError: a step went wrong",
+    "refuse": "rank {victim} (tp 0 pp {victim} dp 0): shard-3.bin: is broken; copy it again",
+    "kill": "lost the connection to another rank, which ended without a message (was it killed?)",
+    "exit": "lost the connection to another rank, which ended without a message (was it killed?)",
+}
+
+
+def fail(directory: Path, size: int, words: str, step: int, victim: int, what: str) -> None:
+    running = launch(directory, size, f"{COMMAND} {words}", partial(at_step, step, victim, what))
+    running.processes[victim].join(90)
+    failed = time.monotonic()
+    statuses = running.wait()
+    assert time.monotonic() - failed < 10, running.logs()
+    own = {"raise": 1, "refuse": 3, "kill": -9, "exit": 0}[what]
+    assert statuses == [own if rank == victim else 1 for rank in range(size)], running.logs()
+    said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
+    assert len(said) == 1, running.logs()
+    assert said[0].endswith(EXPECTED[what].format(victim=victim))
+
+
+@pytest.mark.parametrize(("what", "victim"), [("raise", 1), ("kill", 0), ("exit", 1), ("refuse", 0)])
+def test_a_rank_that_ends_ends_the_run_with_its_cause_told_once(what: str, victim: int, tmp_path: Path) -> None:
+    fail(tmp_path, 2, "--pipeline-model-parallel-size 2", 2, victim, what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["raise", "kill", "exit", "refuse"])
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("step", [0, 3])
+def test_any_rank_may_fail_at_any_step_in_any_way(what: str, victim: int, step: int, tmp_path: Path) -> None:
+    fail(tmp_path, 4, "--pipeline-model-parallel-size 4 --save ckpt --save-interval 1 --async-save", step, victim, what)
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all_with_status_0_and_the_run_goes_on_later(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 100000 --save ckpt --resume --tensor-model-parallel-size 2"
+    running = launch(tmp_path, 2, command)
+    while not (tmp_path / "metrics.jsonl").is_file() or len((tmp_path / "metrics.jsonl").read_text()) < 500:
+        assert running.processes[0].is_alive(), running.logs()
+        time.sleep(0.1)
+    running.terminate(1)
+    assert running.wait() == [0, 0], running.logs()
+    assert "ending as asked by SIGTERM" in running.log(0)
+    stopped = int((tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
+    assert "saved to ckpt" in running.log(0)
+    again = train(tmp_path, 2, f"{command} --exit-duration-in-mins 0")
+    assert f"continuing after step {stopped}" in again.log(0)
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == str(stopped + 1)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 20 --lr 1e38 --clip-grad 0 --lr-warmup-iters 0".replace("--lr 1e-3 ", "")
+    running = launch(tmp_path / "stops", 2, f"{command} --pipeline-model-parallel-size 2")
+    assert running.wait() == [1, 1], running.logs()
+    errors = [line for line in running.logs().splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert re.search(r"step \d+: the (loss|norm of the gradients) is (nan|inf|-inf); lower --lr", errors[0])
+    train(tmp_path / "goes on", 1, f"{command} --no-check-for-nan-in-loss-and-grad")
+    lines = [json.loads(line) for line in (tmp_path / "goes on" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "message"),
+    [
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 2, "2 x 2 = 4"),
+        ("--load missing", 2, "missing"),
+        ("--global-batch-size 3", 2, "a multiple of 1 x 2 = 2"),
+        ("--distributed-backend nccl", 2, "needs a GPU for each of the 2 processes"),
+        ("--tensorboard-dir /dev/null/events", 1, "/dev/null/events"),
+    ],
+)
+def test_a_mistake_is_told_once_by_rank_0_and_ends_all(words: str, size: int, message: str, tmp_path: Path) -> None:
+    running = launch(tmp_path, size, f"{COMMAND} {words}")
+    statuses = running.wait()
+    assert min(statuses) == max(statuses) >= 1, running.logs()
+    said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
+    assert len(said) == 1, running.logs()
+    assert message in said[0]
+    assert "Traceback" not in running.logs()

@@ -1,0 +1,71 @@
+"""What a run tells: evaluations, metrics, TensorBoard, the plot."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megaconv.config import ModelConfig
+from megatron_lite.log import METRICS, Meter, duration, flops_per_token, peak_tflops
+from tests.trainer.loop.launches import LLAMA, launch, train
+
+REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"
+
+
+def test_a_run_evaluates_reports_and_draws(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 4".replace("--eval-iters 0 ", "")
+    ran = train(tmp_path, 1, f"{command} {REPORTING}")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [set(line) for line in steps] == [set(METRICS)] * 4
+    assert [line["consumed_samples"] for line in steps] == [4, 8, 12, 16]
+    assert all(line["memory_bytes"] > 1e7 and line["tokens_per_second"] > 0 and line["mfu"] is None for line in steps)
+    assert [(line["iteration"], set(line)) for line in lines if "validation_loss" in line] == [
+        (step, {"iteration", "validation_loss"}) for step in (2, 4)
+    ]
+    assert sum("test_loss" in line for line in lines) == 1
+    assert (tmp_path / "curves" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([line["loss"] for line in steps])
+    assert "validation loss" in ran.log(0)
+
+
+def test_wandb_that_is_not_installed_is_asked_for_by_name(tmp_path: Path) -> None:
+    running = launch(tmp_path, 1, f"pretrain {LLAMA} --train-iters 2 --wandb-project p")
+    assert running.wait() == [2]
+    assert "--wandb-project needs the package wandb: pip install wandb" in running.log(0)
+
+
+def test_empty_splits_are_fine(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 2".replace("--eval-iters 0 ", "").replace("--mock-data", "")
+    (tmp_path / "examples.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9 10 11 12"}\n' * 8)
+    ran = train(tmp_path, 1, f"{command} --finetune-data examples.jsonl --tokenizer-type NullTokenizer --vocab-size 59")
+    assert "no data for validation" in ran.log(0)
+
+
+def test_operations_are_counted_as_published() -> None:
+    """Llama-2-7B by hand: every matrix that is multiplied, and the attention."""
+    config = ModelConfig(
+        family="llama", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000,
+        max_positions=4096, norm_epsilon=1e-5, rope_theta=1e4,
+    )  # fmt: skip
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
+    assert (peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("Radeon"), peak_tflops(None)) == (989.0, None, None)
+
+
+def test_a_meter_divides_by_time_and_devices() -> None:
+    meter = Meter(flops=1e9, devices=2, peak_tflops=1.0, total_samples=100)
+    meter.add(4, 1000)
+    meter.started -= 10
+    figures = meter.read(20)
+    assert figures["tokens_per_second"] == pytest.approx(50, rel=1e-3)
+    assert figures["tflops"] == pytest.approx(0.05, rel=1e-3)
+    assert figures["mfu"] == pytest.approx(0.05, rel=1e-3)
+    assert figures["seconds_left"] == pytest.approx(200, rel=1e-3)
+    assert duration(3723.4) == "1:02:03"
+    assert math.isfinite(meter.read(20)["step_seconds"] or 0.0)

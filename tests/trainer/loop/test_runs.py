@@ -1,0 +1,127 @@
+"""Runs from start to end: resumed, killed, at other layouts, in both formats; what they leave behind."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+import megaconv
+from tests.trainer.loop.launches import LLAMA, TIED, launch, train
+
+
+def metrics(directory: Path) -> dict[int, float]:
+    """Loss by iteration; the last line of an iteration counts."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return {entry["iteration"]: entry["loss"] for entry in map(json.loads, lines) if "loss" in entry}
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+
+
+def test_the_same_run_twice_and_an_asynchronous_one_write_the_same_bytes(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 2 --tensor-model-parallel-size 2 --use-distributed-optimizer"
+    for name, words in (("once", ""), ("twice", ""), ("async", "--async-save")):
+        train(tmp_path / name, 2, f"{command} {words}")
+    once, twice, background = (files(tmp_path / name / "ckpt") for name in ("once", "twice", "async"))
+    assert once == twice
+    assert set(background) == set(once)
+    assert {name for name in once if once[name] != background[name]} == {  # args tell that the save was asynchronous
+        "iter_0000002/common.pt", "iter_0000004/common.pt",
+    }  # fmt: skip
+    assert not [path for path in (tmp_path / "once" / "ckpt").iterdir() if path.name.startswith(".")]
+
+
+def kill_and_resume(directory: Path, size: int, command: str, seconds: float) -> None:
+    """Start, kill all ranks after so long, and start again until the run is through."""
+    running = launch(directory, size, command)
+    time.sleep(seconds)
+    running.kill()
+    running.wait()
+    train(directory, size, command)
+
+
+COMMAND = f"pretrain {LLAMA} --train-iters 8 --save ckpt --save-interval 1 --keep-last 2 --resume"
+
+
+def test_a_run_that_is_killed_and_started_again_gives_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    command = f"{COMMAND} --pipeline-model-parallel-size 2 --async-save --bf16"
+    train(tmp_path / "whole", 2, command)
+    kill_and_resume(tmp_path / "killed", 2, command, 1.5 + random.random() * 2)
+    assert files(tmp_path / "killed" / "ckpt") == files(tmp_path / "whole" / "ckpt")
+    assert sorted(path.name for path in (tmp_path / "whole" / "ckpt").iterdir()) == [
+        "hf", "iter_0000007", "iter_0000008", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(50))
+def test_a_run_may_be_killed_at_any_moment(
+    attempt: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    whole = tmp_path_factory.getbasetemp() / "whole-run"
+    command = f"{COMMAND} --tensor-model-parallel-size 2 --use-distributed-optimizer --async-save"
+    if not whole.is_dir():
+        train(whole, 4, command)
+    kill_and_resume(tmp_path, 4, command, random.Random(attempt).random() * 6)
+    assert files(tmp_path / "ckpt") == files(whole / "ckpt")
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 1e9"])
+def test_rank_files_with_a_shared_optimizer_bring_back_every_bit(precision: str, tmp_path: Path) -> None:
+    """fp16: the loss scale is still falling when the run stops, and goes on to."""
+    words = f"--hidden-dropout 0.1 --attention-dropout 0.1 --use-distributed-optimizer --ckpt-format torch {precision}"
+    command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --resume {words}"
+    train(tmp_path / "whole", 2, command)
+    train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
+    train(tmp_path / "parts", 2, command)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
+    assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
+    assert prints[0].optimizer is not None
+
+
+LAYOUTS = [
+    (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --exit-interval 2"),
+    (2, "--use-distributed-optimizer --exit-interval 4 --ckpt-format torch"),
+    (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2 --exit-interval 6"),
+    (1, "--make-vocab-size-divisible-by 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [LLAMA, TIED], ids=["untied", "tied"])
+def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
+    """Four runs of two steps each, and one of eight, have the same losses."""
+    command = f"pretrain {model} --train-iters 8 --resume --save ckpt"
+    train(tmp_path / "one", 1, command)
+    for size, words in LAYOUTS:
+        train(tmp_path / "moved", size, f"{command} {words}")
+    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    assert sorted(one) == sorted(moved) == list(range(1, 9))
+    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
+    diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
+    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+
+
+def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
+    command = f"pretrain {TIED} --train-iters 2 --save ckpt --bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    prints = set()
+    for name, words in (
+        ("dist", ""),
+        ("torch", "--ckpt-format torch"),
+        ("local", "--ckpt-format torch --transformer-impl local"),
+        ("virtual", "--ckpt-format torch --num-virtual-stages-per-pipeline-rank 2"),
+    ):
+        train(tmp_path / name, 4, f"{command} {words}")
+        found_prints = megaconv.fingerprint(tmp_path / name / "ckpt")
+        prints.add((found_prints.weights, found_prints.optimizer))
+        found = megaconv.inspect(tmp_path / name / "ckpt").to_json()
+        assert (found["layout"]["tp"], found["layout"]["pp"], found["iteration"], found["optimizer"]["step"]) == (
+            2,
+            2,
+            2,
+            2,
+        )
+    assert len(prints) == 1

@@ -1,0 +1,155 @@
+"""Small models, batches, and a run of some steps at any layout."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megaconv.config import ModelConfig
+from megaconv.layout import LayerSplit, Layout, split_layers
+from megatron_lite.batch import Microbatch
+from megatron_lite.engine import Engine, StepReport
+from megatron_lite.grid import check_sizes, make_grid
+from megatron_lite.options import ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.weights import init_weights
+
+SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
+"""Tokens of a sequence, sequences of a microbatch, microbatches of a step over all data-parallel ranks."""
+NONE, FULL, BLOCK, SELECTIVE = Recompute(), Recompute("full"), Recompute("full", "block", 1), Recompute("selective")
+
+_SIZES: dict[str, Any] = {
+    "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 61, "max_positions": 32,
+    "norm_epsilon": 1e-5, "rope_theta": 5000.0,
+}  # fmt: skip
+MODELS = {
+    "qwen3": ModelConfig("qwen3", qk_norm=True, **_SIZES),
+    "llama": ModelConfig("llama", qkv_bias=True, o_bias=True, mlp_bias=True, tie_embeddings=True, **_SIZES),
+    "gpt2": ModelConfig(
+        "gpt2", positions="learned", normalization="LayerNorm", activation="gelu_tanh", gated=False, qkv_bias=True,
+        o_bias=True, mlp_bias=True, tie_embeddings=True, **_SIZES | {"kv_heads": 4},
+    ),
+    "gpt2, untied": ModelConfig(
+        "gpt2", positions="learned", normalization="LayerNorm", activation="gelu_tanh", gated=False, qkv_bias=True,
+        o_bias=True, mlp_bias=True, **_SIZES | {"kv_heads": 4},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. Everything else is the same for all of them."""
+
+    model: str = "qwen3"
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False
+    recompute: Recompute = NONE
+    clip: float = 1.0
+    steps: int = 20
+    masked: bool = True
+    """Whether some labels don't count, and sequences consist of documents."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further fields of ModelOptions."""
+    kind: str = "adamw"
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "dp") if getattr(self, name) > 1]
+        words += [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
+        if self.recompute.granularity:
+            words.append(self.recompute.granularity + (" block" if self.recompute == BLOCK else ""))
+        return " ".join([self.model, *words, *map(str, self.options), *([self.kind] if self.kind != "adamw" else [])])
+
+    def alone(self) -> "Case":
+        """The same in one process."""
+        return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
+
+
+def make_engine(case: Case, *, overlap: bool = True) -> Engine:
+    config = MODELS[case.model]
+    layout = Layout(
+        case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layers, case.pp, case.vpp, LayerSplit())
+    )
+    options = ModelOptions(
+        **{
+            "dtype": "float32",
+            "sequence_parallel": case.sequence_parallel,
+            "recompute": case.recompute,
+            "vocab_divisor": 4,
+            **dict(case.options),
+        }
+    )
+    optimizer = OptimizerOptions(
+        kind=case.kind,
+        betas=(0.9, 0.95),
+        clip_grad=case.clip,
+        distributed=case.distributed,
+        bucket_elements=4000,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
+    dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp)
+    engine = Engine(config, make_grid(layout, dp, torch.device("cpu")), options, optimizer)
+    init_weights(engine, std=0.1, seed=5)
+    return engine
+
+
+def batches(case: Case, step: int) -> Iterator[Microbatch]:
+    """The step's microbatches, the same at every layout."""
+    generator = torch.Generator().manual_seed(step)
+    vocab = MODELS[case.model].vocab
+    for index in range(MICROBATCHES):
+        tokens = torch.randint(vocab, (ROWS, SEQUENCE + 1), generator=generator)
+        mask = torch.rand(ROWS, SEQUENCE, generator=generator) < 0.8 if case.masked else None
+        documents = ((5, 11), (16,)) if case.masked and index == 1 else None
+        yield Microbatch(tokens[:, :-1], tokens[:, 1:], mask, documents=documents, index=index)
+
+
+def own_batches(case: Case, step: int, engine: Engine) -> list[Microbatch]:
+    """Those of this data-parallel rank."""
+    return list(batches(case, step))[engine.grid.dp_rank :: case.dp]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank knows after a run."""
+
+    reports: list[StepReport]
+    weights: dict[str, torch.Tensor]
+    """This rank's, by their names with layers counted over the whole model."""
+
+    @property
+    def losses(self) -> list[float]:
+        return [report.loss for report in self.reports]
+
+
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """By names with layers counted over the whole model."""
+    firsts = [chunk.first_layer for chunk in engine.grid.chunks()]
+    return {whole_name(name, firsts[chunk]): tensor.clone() for chunk, name, tensor in engine.parameters()}
+
+
+def whole_name(name: str, first_layer: int) -> str:
+    return re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + first_layer}", name)
+
+
+def step(engine: Engine, case: Case, number: int) -> StepReport:
+    """Learning rate and decay move, as they do in a real run."""
+    return engine.train_step(own_batches(case, number, engine), lr=1e-3 * (1 - number / 100), weight_decay=0.1)
+
+
+def train(_rank: int, case: Case) -> Trained:
+    """What a rank does."""
+    engine = make_engine(case)
+    reports = [step(engine, case, number) for number in range(case.steps)]
+    engine.finish()
+    engine.grid.close()
+    return Trained(reports, weights_of(engine))

@@ -1,0 +1,114 @@
+"""The model's parameters are the family table's: names and shapes of every rank, at every layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megaconv.config import ModelConfig
+from megaconv.errors import LayoutError, NotExpressible
+from megaconv.families import families
+from megaconv.layout import LayerSplit, Layout, padded_vocab, split_layers
+from megaconv.table import native_tensors
+from megatron_lite.grid import Grid, check_sizes, make_grid
+from megatron_lite.model import ModelChunk, make_plan
+from megatron_lite.options import ModelOptions
+from megatron_lite.parameters import parameter_infos
+from megatron_lite.rotary import Rotary
+from megatron_lite.tensor import TensorGroup
+from tests.trainer.parallel.small import MODELS
+
+DENSE = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+FEATURES = {
+    "gpt2": MODELS["gpt2"],
+    "llama": MODELS["llama"],
+    "mistral": replace(MODELS["qwen3"], family="mistral", qk_norm=False, sliding_window=5),
+    "phi3": replace(MODELS["qwen3"], family="phi3", qk_norm=False, sliding_window=5),
+    "qwen2": replace(MODELS["qwen3"], family="qwen2", qk_norm=False, qkv_bias=True),
+    "qwen3": MODELS["qwen3"],
+}
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
+
+
+def config_of(family: str, *, tied: bool) -> ModelConfig:
+    return replace(FEATURES[family], tie_embeddings=tied, **({} if family == "gpt2" else {"kv_heads": 2}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", DENSE)
+def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool) -> None:
+    config = config_of(family, tied=tied)
+    for tp, pp, vpp in LAYOUTS:
+        layout = Layout(tp, pp, vpp, stage_layers=split_layers(config.layers, pp, vpp, LayerSplit()))
+        options = ModelOptions(vocab_divisor=8)
+        for chunk in layout.chunks():
+            for tp_rank in range(tp):
+                plan = make_plan(config, layout, options, TensorGroup(None, tp_rank, tp))
+                with torch.device("meta"):
+                    found = {name: tuple(p.shape) for name, p in ModelChunk(plan, chunk).named_parameters()}
+                padded = padded_vocab(config.vocab, 8, tp)
+                natives = native_tensors(families()[family].rows, config, "core", layout, tp_rank, chunk, padded)
+                expected = {n.name: n.shape for n in natives if not (n.tied_copy and chunk.is_first)}
+                assert found == expected
+
+
+def test_every_dense_family_is_compared() -> None:
+    moe = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"}
+    assert set(families()) - moe == set(DENSE)
+
+
+def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
+    """Norms of q and k see their rank's heads alone; under sequence parallelism norms see their rank's tokens alone."""
+    config, layout = MODELS["qwen3"], Layout(2, 1, 1, stage_layers=(4,))
+    grid = Grid(layout, 1, 1, torch.device("cpu"))
+    (chunk,) = layout.chunks()
+    for sequence in (False, True):
+        ranks = TensorGroup(None, 1, 2, sequence)
+        infos = list(parameter_infos(make_plan(config, layout, ModelOptions(), ranks), grid, 0, chunk))
+        partial = {
+            info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name
+        }
+        heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+        norms = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}
+        assert partial == (heads | norms if sequence else heads)
+
+
+REFUSED = [
+    ({"world": 6}, {"tp": 2, "pp": 2}, "6 processes can't be divided over tp x pp = 2 x 2 = 4"),
+    ({"world": 8}, {"tp": 8}, "heads = 4 can't be divided over tensor parallel size"),
+    ({"world": 4}, {"tp": 4}, "kv_heads = 2 can't be divided"),
+    ({"world": 2, "sequence": 15}, {"tp": 2}, "cuts 15 tokens over tp = 2"),
+    ({"world": 2, "microbatches": 5}, {"pp": 2, "vpp": 2}, "5 microbatches are not a multiple of 2 pipeline stages; use 4 or 6"),
+    ({"world": 2, "microbatches": 1}, {"pp": 2, "vpp": 2}, "use 2"),
+    ({"world": 2}, {"pp": 2, "stage_layers": (2, 1)}, "stages of 2+1 layers don't make 4 layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "sizes", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_sizes_that_can_not_be_are_refused_with_the_arithmetic(
+    run: dict[str, int], sizes: dict[str, int], said: str
+) -> None:
+    pp, vpp = sizes.get("pp", 1), sizes.get("vpp", 1)
+    layout = Layout(**{"stage_layers": (4 // pp // vpp,) * (pp * vpp), **sizes})  # type: ignore[arg-type]
+    arguments = {"world": 1, "sequence": 16, "microbatches": 4, **run}
+    with pytest.raises(LayoutError, match=said.replace("+", r"\+")):
+        check_sizes(MODELS["qwen3"], layout, options=ModelOptions(sequence_parallel=True), **arguments)
+
+
+def test_a_sequence_longer_than_learned_positions_is_refused() -> None:
+    with pytest.raises(LayoutError, match="33 tokens is longer than the model's 32 positions"):
+        check_sizes(MODELS["gpt2"], Layout(stage_layers=(4,)), 1, ModelOptions(), 33, 1)
+
+
+def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
+    with pytest.raises(LayoutError, match="= 2, but there are 1 processes"):
+        make_grid(Layout(2, 1, 1, stage_layers=(4,)), 1, torch.device("cpu"))
+
+
+def test_mixtures_and_unknown_rope_scaling_are_refused() -> None:
+    mixture = replace(MODELS["qwen3"], experts=4, experts_per_token=2, moe_ffn=16)
+    with pytest.raises(NotExpressible, match="4 experts"):
+        make_plan(mixture, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
+    yarn = replace(MODELS["qwen3"], rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(NotExpressible, match="yarn"):
+        Rotary(yarn, torch.device("cpu"), torch.float32)

@@ -1,0 +1,145 @@
+"""The order of passes, as data: every layout comes to its end, and each rank does what it should."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+
+from megatron_lite.pipeline import Action, edge, forward_order, last_backward, order
+
+
+def simulate(orders: Sequence[Sequence[Action]], vpp: int) -> Iterator[tuple[int, Action]]:
+    """(rank, action) in an order in which all of it can happen; fails when every rank waits for another.
+
+    A receive waits for its message, a send doesn't wait.
+    """
+    pp = len(orders)
+    at, on_the_way = [0] * pp, set[tuple[int, int, int]]()
+    while any(at[rank] < len(orders[rank]) for rank in range(pp)):
+        moved = False
+        for rank in range(pp):
+            while at[rank] < len(orders[rank]):
+                action = orders[rank][at[rank]]
+                needed = edge(action, pp, vpp, rank, outgoing=False)
+                if needed is not None and (needed.pp_rank, rank, needed.tag) not in on_the_way:
+                    break
+                if needed is not None:
+                    on_the_way.remove((needed.pp_rank, rank, needed.tag))
+                made = edge(action, pp, vpp, rank, outgoing=True)
+                if made is not None:
+                    assert (rank, made.pp_rank, made.tag) not in on_the_way, "two messages with one tag"
+                    on_the_way.add((rank, made.pp_rank, made.tag))
+                yield rank, action
+                at[rank], moved = at[rank] + 1, True
+        assert moved, f"every rank waits: {[orders[rank][at[rank] : at[rank] + 1] for rank in range(pp)]}"
+    assert not on_the_way, "messages that nobody receives"
+
+
+SIZES = [
+    (pp, vpp, microbatches)
+    for pp in range(1, 9)
+    for vpp in range(1, 5)
+    for microbatches in range(1, 17)
+    if vpp == 1 or (pp > 1 and microbatches % pp == 0)
+]
+
+
+def test_no_order_ever_gets_stuck() -> None:
+    """And every chunk sees every microbatch forward, then backward, once each and in the order of microbatches."""
+    for pp, vpp, microbatches in SIZES:
+        orders = [order(pp, vpp, microbatches, rank) for rank in range(pp)]
+        assert sum(1 for _ in simulate(orders, vpp)) == 2 * pp * vpp * microbatches
+        for actions in orders:
+            for chunk in range(vpp):
+                for backward in (False, True):
+                    own = [item.microbatch for item in actions if item[:2] == (backward, chunk)]
+                    assert own == list(range(microbatches))
+            place = {action: index for index, action in enumerate(actions)}
+            assert all(
+                place[action._replace(backward=True)] > place[action] for action in actions if not action.backward
+            )
+
+
+def test_no_forward_order_ever_gets_stuck() -> None:
+    """Evaluation takes any number of microbatches, interleaved too."""
+    for pp in range(1, 9):
+        for vpp in range(1, 5):
+            for microbatches in range(1, 17):
+                orders = [forward_order(pp, vpp, microbatches)] * pp
+                assert sum(1 for _ in simulate(orders, vpp)) == pp * vpp * microbatches
+
+
+def test_few_activations_are_kept() -> None:
+    """1F1B: never more microbatches in flight than stages behind a rank, itself included; the reason to prefer it."""
+    for pp, vpp, microbatches in SIZES:
+        for rank in range(pp):
+            in_flight = most = 0
+            for action in order(pp, vpp, microbatches, rank):
+                in_flight += -1 if action.backward else 1
+                most = max(most, in_flight)
+            limit = pp - rank if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp + 1
+            assert most <= limit
+
+
+def test_the_order_of_two_ranks_word_for_word() -> None:
+    written = [" ".join(f"{'FB'[a.backward]}{a.microbatch}" for a in order(2, 1, 3, rank)) for rank in range(2)]
+    assert written == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    interleaved = " ".join(f"{'FB'[a.backward]}{a.chunk}.{a.microbatch}" for a in order(2, 2, 2, 1))
+    assert interleaved == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1"
+
+
+def test_a_chunk_is_complete_with_its_last_microbatch() -> None:
+    assert last_backward(order(2, 2, 4, 0)) == {Action(True, 0, 3), Action(True, 1, 3)}
+
+
+def test_the_interleaved_bubble_is_smaller() -> None:
+    """Time until all is done, with passes of 1 and 2 units through each layer and 8 layers in all."""
+    plain, interleaved = (duration(4, vpp, 8, layers=8) for vpp in (1, 2))
+    work = 8 * 2 * 3
+    assert plain == work + 3 * 2 * 3  # (pp - 1) stages of 2 layers
+    assert interleaved == work + 3 * 1 * 3
+
+
+def duration(pp: int, vpp: int, microbatches: int, layers: int) -> int:
+    orders = [order(pp, vpp, microbatches, rank) for rank in range(pp)]
+    free, arrives = [0] * pp, dict[tuple[int, int, int], int]()
+    each = layers // (pp * vpp)
+    for rank, action in simulate(orders, vpp):
+        needed = edge(action, pp, vpp, rank, outgoing=False)
+        start = max(free[rank], arrives[(needed.pp_rank, rank, needed.tag)] if needed else 0)
+        free[rank] = start + each * (2 if action.backward else 1)
+        made = edge(action, pp, vpp, rank, outgoing=True)
+        if made is not None:
+            arrives[(rank, made.pp_rank, made.tag)] = free[rank]
+    return max(free)
+
+
+@pytest.mark.oracle
+def test_interleaving_is_megatron_cores() -> None:
+    """The table of (microbatch, chunk) that core's own schedule walks through."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    for pp, vpp, microbatches in SIZES:
+        if vpp > 1:
+            ours = [(action.microbatch, action.chunk) for action in forward_order(pp, vpp, microbatches)]
+            assert ours == get_schedule_table(microbatches, vpp, pp)
+
+
+def test_neighbours_agree_on_every_message() -> None:
+    for pp, vpp, microbatches in SIZES:
+        for rank, after in pairwise([*range(pp), 0]):
+            sent = {
+                made.tag
+                for action in order(pp, vpp, microbatches, rank)
+                if not action.backward
+                and (made := edge(action, pp, vpp, rank, outgoing=True))
+                and made.pp_rank == after
+            }
+            received = {
+                needed.tag
+                for action in order(pp, vpp, microbatches, after)
+                if not action.backward
+                and (needed := edge(action, pp, vpp, after, outgoing=False))
+                and needed.pp_rank == rank
+            }
+            assert sent == received

@@ -1,0 +1,298 @@
+"""What one pass makes of its batch: documents, masks, padding, windows, recomputation, dropout."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from megaconv.errors import TensorMismatch
+from megaconv.families import family
+from megaconv.table import canonical_shapes
+from megatron_lite.attention import Documents, attend, window_mask
+from megatron_lite.batch import Microbatch
+from megatron_lite.engine import Engine
+from megatron_lite.rng import mix
+from megatron_lite.weights import RandomTensor, init_weights, load_weights
+from tests.trainer.parallel.small import (
+    BLOCK,
+    FULL,
+    MODELS,
+    SELECTIVE,
+    SEQUENCE,
+    Case,
+    batches,
+    make_engine,
+    own_batches,
+    step,
+    weights_of,
+)  # fmt: skip
+from tests.trainer.parallel.worlds import World
+
+
+def heads(count: int, length: int = 12, batch: int = 2) -> torch.Tensor:
+    return torch.randn(length, batch, count, 8, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_are_what_a_block_mask_makes_of_them(window: int | None) -> None:
+    q, k, v = heads(4), heads(2), heads(2) * 2
+    documents = Documents(((5, 7), (12,)))
+    found = attend(q, k, v, documents=documents, window=window)
+    number = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+    mask = (number[:, :, None] == number[:, None, :]) & window_mask(12, window or 12, q.device)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).permute(2, 0, 1, 3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_documents_are_as_if_each_was_alone() -> None:
+    """With positions that begin anew."""
+    engine = make_engine(Case("gpt2"))
+    tokens = next(batches(Case("gpt2"), 0)).tokens[:1]
+    positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
+    packed = engine.logits(Microbatch(tokens, tokens, positions=positions, documents=((6, 10),)))
+    parts = [engine.logits(Microbatch(part, part)) for part in (tokens[:, :6], tokens[:, 6:])]
+    assert packed is not None
+    assert parts[0] is not None
+    assert parts[1] is not None
+    torch.testing.assert_close(packed, torch.cat([parts[0], parts[1]], 1), rtol=1e-5, atol=1e-5)
+
+
+def test_masked_labels_take_no_part() -> None:
+    """Neither in the loss nor in any gradient: whatever they are."""
+    case = Case("qwen3")
+    changed = make_engine(case)
+    plain = [replace(batch, documents=None) for batch in batches(case, 0)]
+    others = [replace(batch, labels=torch.where(batch.loss_mask, batch.labels, 0)) for batch in plain]  # type: ignore[arg-type]
+    engine = make_engine(case)
+    assert engine.train_step(plain, 1e-3) == changed.train_step(others, 1e-3)
+    same = weights_of(changed)
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights_of(engine).items())
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_all_microbatches() -> None:
+    """Not the mean of their means."""
+    case = Case("qwen3")
+    engine = make_engine(case)
+    own = list(batches(case, 0))
+    loss_sum, tokens = engine.evaluate(own)
+    report = engine.train_step(own, 0.0)
+    assert report.tokens == tokens == sum(float(batch.loss_mask.sum()) for batch in own if batch.loss_mask is not None)
+    assert report.loss == pytest.approx(loss_sum / tokens, rel=1e-12)
+    by_hand = torch.zeros(())
+    for batch in own:
+        logits = engine.logits(batch)
+        assert logits is not None
+        assert batch.loss_mask is not None
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        by_hand += losses[batch.loss_mask.flatten()].sum()
+    assert report.loss == pytest.approx(by_hand.item() / tokens, rel=1e-6)
+
+
+def test_a_step_without_a_token_that_counts_changes_nothing() -> None:
+    case = Case("qwen3")
+    engine = make_engine(case)
+    before = weights_of(engine)
+    nothing = [replace(batch, loss_mask=torch.zeros(2, SEQUENCE)) for batch in batches(case, 0)]
+    assert engine.train_step(nothing, 1e-3).skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32])
+def test_neither_padding_nor_the_rows_at_a_time_change_the_loss(rows: int) -> None:
+    losses = {}
+    for divisor in (1, 64, 256):
+        case = Case("llama", options=(("vocab_divisor", divisor), ("loss_rows", rows)))
+        engine = make_engine(case)
+        losses[divisor] = [step(engine, case, number) for number in range(3)]
+    plain = make_engine(Case("llama"))
+    expected = [step(plain, Case("llama"), number) for number in range(3)]
+    for reports in losses.values():
+        for found, wanted in zip(reports, expected, strict=True):
+            assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+            assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+
+
+def padded(_rank: int, case: Case) -> float:
+    engine = make_engine(case)
+    loss = step(engine, case, 0).loss
+    engine.finish()
+    engine.grid.close()
+    return loss
+
+
+def test_a_rank_with_nothing_but_padding_does_no_harm(world: World) -> None:
+    """61 words of 128 rows on each of two ranks."""
+    case = Case("llama", tp=2, options=(("vocab_divisor", 128),))
+    expected = padded(0, case.alone())
+    assert world.run(2, padded, case) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [FULL, BLOCK, SELECTIVE], ids=["full", "block", "selective"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt2"])
+def test_what_is_computed_again_is_the_same_bits(
+    model: str, recompute: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout of both kinds."""
+    options = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
+    case = Case(model, options=options)
+    engine, again = make_engine(case), make_engine(replace(case, recompute=recompute))  # type: ignore[arg-type]
+    for number in range(2):
+        assert step(engine, case, number) == step(again, case, number)
+    same = weights_of(again)
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights_of(engine).items())
+
+
+def test_recomputing_keeps_less() -> None:
+    kept = {
+        mode.granularity: saved_bytes(Case("llama", recompute=mode)) for mode in (Case().recompute, SELECTIVE, FULL)
+    }
+    assert kept["full"] < 0.5 * kept["selective"]
+    assert kept["selective"] < 0.85 * kept[None]
+
+
+def saved_bytes(case: Case) -> int:
+    """What autograd keeps of one forward pass, parameters apart, each storage once."""
+    engine = make_engine(case)
+    parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
+    storages: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    batch = next(batches(case, 0))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.chunks[0](None, batch, None)
+    return sum(storages.values())
+
+
+def test_dropout_draws_anew_for_every_step_microbatch_and_place() -> None:
+    assert (
+        len(
+            {
+                mix(1, step, batch, layer, place)
+                for step in range(5)
+                for batch in range(5)
+                for layer in range(5)
+                for place in range(4)
+            }
+        )
+        == 500
+    )
+    case = Case("llama", options=(("hidden_dropout", 0.1),))
+    first, second = make_engine(case), make_engine(case)
+    second.step = 1
+    assert step(first, case, 0).loss != step(second, case, 0).loss
+
+
+def test_overlap_changes_no_bit(world: World) -> None:
+    case = Case("qwen3", dp=2, distributed=True, clip=0.0)
+    ranks = [world.run(2, weights_after_steps, case, overlap) for overlap in (True, False)]
+    for one, other in zip(*ranks, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def weights_after_steps(_rank: int, case: Case, overlap: bool) -> dict[str, torch.Tensor]:
+    engine = make_engine(case, overlap=overlap)
+    for number in range(3):
+        step(engine, case, number)
+    engine.finish()
+    engine.grid.close()
+    return weights_of(engine)
+
+
+def evaluated(_rank: int, case: Case, count: int) -> tuple[float, float]:
+    engine = make_engine(case)
+    found = engine.evaluate(own_batches(case, 0, engine)[:count])
+    engine.grid.close()
+    return found
+
+
+def test_evaluation_takes_any_number_of_microbatches_at_any_layout(world: World) -> None:
+    for count in (3, 4):
+        expected = evaluated(0, Case("gpt2"), count)
+        for case in (Case("gpt2", pp=2, vpp=2), Case("gpt2", tp=2, pp=2, sequence_parallel=True)):
+            for found in world.run(case.world, evaluated, case, count):
+                assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_engine_for_evaluation_alone_needs_no_optimizer() -> None:
+    case = Case("gpt2")
+    engine = make_engine(case)
+    bare = Engine(engine.config, engine.grid, engine.options, None)
+    init_weights(bare, std=0.1, seed=5)
+    own = list(batches(case, 0))
+    assert bare.evaluate(own) == engine.evaluate(own)
+
+
+def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
+    import numpy as np
+
+    from formats.tensor import Box
+
+    tensor = RandomTensor((700, 6), 0.0, 1.0, seed=3)
+    whole = np.empty((700, 24), np.uint8)
+    tensor.read_into(Box(0, 700, 0, 6), whole)
+    for box in (Box(250, 520, 2, 5), Box(699, 700, 0, 1), Box(0, 256, 0, 6)):
+        part = np.empty((box.rows, box.cols * 4), np.uint8)
+        tensor.read_into(box, part)
+        assert np.array_equal(part, whole[box.row0 : box.row1, box.col0 * 4 : box.col1 * 4])
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
+    engine = make_engine(Case("llama"))
+    config = MODELS["llama"]
+    tensors = {
+        name: RandomTensor(shape, 0.0, 1.0, 1) for name, shape in canonical_shapes(family("llama").rows, config).items()
+    }
+    before = weights_of(engine)
+    missing = {name: tensor for name, tensor in tensors.items() if name != "layers.2.attn.k.weight"}
+    unknown = {**tensors, "layers.9.attn.k.weight": tensors["layers.2.attn.k.weight"]}
+    misshapen = {**tensors, "final_norm.weight": RandomTensor((33,), 0.0, 1.0, 1)}
+    for wrong, said in (
+        (missing, "layers.2.attn.k.weight is missing"),
+        (unknown, "layers.9.attn.k.weight is no tensor of this model"),
+        (misshapen, r"final_norm.weight has shape \[33\], the model needs \[32\]"),
+    ):
+        with pytest.raises(TensorMismatch, match=said):
+            load_weights(engine, wrong)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch.compile, with a backend that runs what was traced instead of compiling it."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = Case("qwen3", masked=False, options=(("compile", True),))
+    traced, plain = make_engine(case), make_engine(replace(case, options=()))
+    for number in range(2):
+        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(world: World) -> None:
+    for case in (Case("qwen3"), Case("qwen3", tp=2, dp=2, sequence_parallel=True, distributed=True, recompute=FULL)):
+        expected = _train_some(0, Case("qwen3"))
+        compiled = replace(case, options=(("compile", True),))
+        for found in world.run(case.world, _train_some, compiled):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _train_some(_rank: int, case: Case) -> list[float]:
+    engine = make_engine(case)
+    found = [step(engine, case, number).loss for number in range(3)]
+    engine.finish()
+    engine.grid.close()
+    return found

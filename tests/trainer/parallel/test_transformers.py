@@ -1,0 +1,132 @@
+"""From the same files, transformers and we compute the same logits, losses and gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from formats.tensor import matrix_shape
+from megaconv.checkpoint import open_checkpoint
+from megaconv.families import families
+from megaconv.layout import Chunk, Layout
+from megaconv.table import native_tensors
+from megatron_lite.batch import Microbatch
+from megatron_lite.engine import Engine
+from megatron_lite.grid import check_sizes, make_grid
+from megatron_lite.options import ModelOptions, OptimizerOptions
+from megatron_lite.weights import load_weights
+from tests.trainer.parallel.worlds import World
+from tests.transformers_oracle import VARIANTS, VOCAB, create, load
+
+pytestmark = pytest.mark.oracle
+TOLERANCE = 2e-5
+"""Relative, in float32; 2e-6 is what is found."""
+
+
+def batch() -> Microbatch:
+    """32 tokens, longer than any window; without the padding token, which gets no gradient in transformers."""
+    tokens = torch.randint(7, VOCAB, (2, 33), generator=torch.Generator().manual_seed(3))
+    return Microbatch(tokens[:, :-1], tokens[:, 1:])
+
+
+def engine_for(directory: Path, tp: int, options: ModelOptions) -> Engine:
+    checkpoint = open_checkpoint(directory)
+    layout = Layout(tp, 1, 1, stage_layers=(checkpoint.config.layers,))
+    dp = check_sizes(checkpoint.config, layout, tp, options, 32, 1)
+    engine = Engine(
+        checkpoint.config, make_grid(layout, dp, torch.device("cpu")), options, OptimizerOptions(clip_grad=0)
+    )
+    load_weights(engine, checkpoint.tensors)
+    return engine
+
+
+def step(
+    _rank: int, directory: Path, tp: int, options: ModelOptions
+) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Logits, loss, and this rank's gradients by their parameters' names."""
+    engine = engine_for(directory, tp, options)
+    assert engine.optimizer is not None
+    logits = engine.logits(batch())
+    assert logits is not None
+    loss = engine.train_step([batch()], lr=0.0).loss
+    gradients = {item.name: item.gradient.view(item.shape).clone() for item in engine.optimizer.ranges()}
+    engine.finish()
+    engine.grid.close()
+    return logits, loss, gradients
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """By the largest difference, against the largest value."""
+    difference = (found - expected).abs().max() / expected.abs().max()
+    assert difference <= TOLERANCE, f"{name}: {difference:.1e}"
+
+
+def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """transformers', cut and fused by the table."""
+    model = load(directory)
+    config = open_checkpoint(directory).config
+    rows = families()[config.family].rows
+    logits = model(input_ids=batch().tokens).logits
+    loss = F.cross_entropy(logits.reshape(-1, VOCAB), batch().labels.reshape(-1))
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    chunk = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole: dict[str, torch.Tensor] = {}
+    for native in native_tensors(rows, config, "hf", Layout(), 0, chunk, VOCAB):
+        if native.tied_copy:
+            continue
+        gradient = theirs[native.name]
+        assert gradient is not None
+        matrix = gradient.reshape(matrix_shape(native.shape))
+        for name, regions in native.parts.items():
+            (region,) = regions  # rectangles of Hugging Face's tensors are whole canonical ones
+            height, width = (
+                (region.box.cols, region.box.rows) if region.transposed else (region.box.rows, region.box.cols)
+            )
+            piece = matrix[region.row : region.row + height, region.col : region.col + width]
+            whole[name] = piece.T if region.transposed else piece
+    layout = Layout(tp, 1, 1, stage_layers=(config.layers,))
+    cut = {}
+    for native in native_tensors(rows, config, "core", layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp):
+        if native.tied_copy:
+            continue
+        matrix = torch.zeros(matrix_shape(native.shape))
+        for name, regions in native.parts.items():
+            for region in regions:
+                box = region.box
+                matrix[region.row : region.row + box.rows] = whole[name][box.row0 : box.row1, box.col0 : box.col1]
+        cut[native.name] = matrix.view(native.shape)
+    return logits.detach(), loss.item(), cut
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Rows of the loss at a time: fewer than tokens, so that it is done in several pieces."""
+    create(VARIANTS[name], tmp_path)
+    logits, loss, gradients = step(0, tmp_path, 1, ModelOptions(dtype="float32", loss_rows=20))
+    expected = expected_gradients(tmp_path, 1, 0)
+    compare((logits, loss, gradients), expected)
+
+
+def compare(
+    found: tuple[torch.Tensor, float, dict[str, torch.Tensor]],
+    expected: tuple[torch.Tensor, float, dict[str, torch.Tensor]],
+) -> None:
+    assert_close(found[0], expected[0], "logits")
+    assert found[1] == pytest.approx(expected[1], rel=TOLERANCE)
+    assert set(found[2]) == set(expected[2])
+    for name, gradient in expected[2].items():
+        assert_close(found[2][name], gradient, name)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["llama, all biases", "mistral", "qwen2, tied", "qwen3", "gpt2"])
+def test_two_tensor_ranks_compute_what_transformers_does(
+    name: str, sequence_parallel: bool, tmp_path: Path, world: World
+) -> None:
+    """The whole gradient of every rank's share: what is replicated, both ranks have it whole."""
+    create(VARIANTS[name], tmp_path)
+    options = ModelOptions(dtype="float32", sequence_parallel=sequence_parallel)
+    for tp_rank, found in enumerate(world.run(2, step, tmp_path, 2, options)):
+        compare(found, expected_gradients(tmp_path, 2, tp_rank))
