@@ -20,9 +20,9 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import Box
 from megaconv.errors import UnknownFamily
 from megaconv.ir import OpenedSource
-from megaconv.megatron_ranks import Ranks, holds_legacy
-from megaconv.megatron_sizes import LEGACY
-from megaconv.megatron_source import Dialect, open_model, open_ranks
+from megaconv.megatron.rank_states import Ranks, holds_legacy
+from megaconv.megatron.sizes import LEGACY
+from megaconv.megatron.source import Dialect, open_model, open_ranks
 from megaconv.options import LoadOptions
 from megaconv.table import NativeTensor, Region
 

@@ -13,7 +13,7 @@ from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
 from megaconv.config import ModelConfig
 from megaconv.layout import padded_vocab
-from megaconv.megatron_args import to_arguments
+from megaconv.megatron.args import to_arguments
 from megaconv.training import TrainingState
 from megatron_lite.config import Settings
 from megatron_lite.sizes import Sizes

@@ -4,11 +4,11 @@ import logging
 from dataclasses import replace
 
 from megaconv.config import ModelConfig
-from megaconv.dist_plan import FORMATS, plan_dist
 from megaconv.errors import UsageError
 from megaconv.ir import Header
-from megaconv.megatron_names import extra_states, module_order
-from megaconv.megatron_plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.megatron.dist_plan import FORMATS, plan_dist
+from megaconv.megatron.names import extra_states, module_order
+from megaconv.megatron.rank_plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan
 

@@ -6,8 +6,8 @@ from megaconv.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.ir import Header
 from megaconv.layout import Layout
-from megaconv.legacy_names import legacy_extra_states, legacy_order, nest
-from megaconv.megatron_plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.megatron.legacy_names import legacy_extra_states, legacy_order, nest
+from megaconv.megatron.rank_plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan
 

@@ -16,7 +16,7 @@ from megaconv.checkpoint import open_checkpoint
 from megaconv.conversion import ConvertOptions, convert, fingerprint, open_source
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UnknownFormat
 from megaconv.layout import LayerSplit
-from megaconv.legacy_names import flatten, nest, present
+from megaconv.megatron.legacy_names import flatten, nest, present
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
 from tests.models import write_llama

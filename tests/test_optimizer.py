@@ -17,7 +17,7 @@ from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch, UsageError
 from megaconv.ir import Key
-from megaconv.optimizer_buffers import BufferParameter, fill, gaps
+from megaconv.megatron.optimizer_buffers import BufferParameter, fill, gaps
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import read_rank_file

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.config import ModelConfig
-from megaconv.encoder_args import POST_NORM, encoder_arguments, read_encoder
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, UnknownFamily
-from megaconv.latent_args import latent_arguments, read_latent
 from megaconv.layout import LayerSplit, Layout, split_arguments, split_layers
+from megaconv.megatron.encoder_args import POST_NORM, encoder_arguments, read_encoder
+from megaconv.megatron.latent_args import latent_arguments, read_latent
 from megaconv.training import TrainingState
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -17,15 +17,15 @@ from megaconv.families import family
 from megaconv.hf_config import CONFIG_NAME, config_json
 from megaconv.ir import WEIGHT, Header, Key
 from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers
-from megaconv.megatron_args import to_arguments
-from megaconv.optimizer_plan import Parameter, Piece
-from megaconv.optimizer_plan import Planned as PlannedOptimizer
+from megaconv.megatron.args import to_arguments
+from megaconv.megatron.optimizer_plan import Parameter, Piece
+from megaconv.megatron.optimizer_plan import Planned as PlannedOptimizer
+from megaconv.megatron.training_output import Carried, carry
 from megaconv.options import LOSSES, SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.sidecars import SIDECAR_DIRECTORY
 from megaconv.table import NativeTensor, Region, native_tensors
 from megaconv.training import EXP_AVG
-from megaconv.training_output import Carried, carry
 
 DEFAULT_DIVISOR = 128
 

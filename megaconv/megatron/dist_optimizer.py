@@ -28,15 +28,15 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.assembled import Placed
 from megaconv.check import well_formed
 from megaconv.config import ModelConfig
-from megaconv.dist_keys import unstack
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
 from megaconv.layout import Chunk, Layout
-from megaconv.megatron_names import BUFFERS, module_order
-from megaconv.megatron_optimizer import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
-from megaconv.megatron_ranks import RankId
-from megaconv.optimizer_source import Optimizers
-from megaconv.param_groups import class_of, group_class, read_group
+from megaconv.megatron.dist_keys import unstack
+from megaconv.megatron.names import BUFFERS, module_order
+from megaconv.megatron.optimizer_source import Optimizers
+from megaconv.megatron.param_groups import class_of, group_class, read_group
+from megaconv.megatron.rank_optimizer import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.rank_states import RankId
 from megaconv.table import NativeTensor, native_tensors
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState, ParamGroup
 

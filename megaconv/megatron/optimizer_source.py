@@ -13,12 +13,12 @@ from megaconv.assembled import Assembled, Placed, assemble
 from megaconv.check import listing, well_formed
 from megaconv.errors import TensorMismatch
 from megaconv.ir import Key
-from megaconv.master_check import CheckedMaster
-from megaconv.megatron_names import BUFFERS
-from megaconv.megatron_optimizer import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
-from megaconv.megatron_ranks import RankId, Ranks
-from megaconv.megatron_sizes import Landmarks
-from megaconv.param_groups import group_class
+from megaconv.megatron.master_check import CheckedMaster
+from megaconv.megatron.names import BUFFERS
+from megaconv.megatron.param_groups import group_class
+from megaconv.megatron.rank_optimizer import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
+from megaconv.megatron.rank_states import RankId, Ranks
+from megaconv.megatron.sizes import Landmarks
 from megaconv.training import EXP_AVG, MASTER, SLOTS, OptimizerState, ParamGroup
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.errors import CorruptCheckpoint
-from megaconv.dist_keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
-from megaconv.dist_optimizer import Directory, DistOptimizer
 from megaconv.errors import UnknownFormat
-from megaconv.megatron_ranks import RankId, Ranks, Weights
-from megaconv.megatron_source import RankSource
+from megaconv.megatron.dist_keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
+from megaconv.megatron.dist_optimizer import Directory, DistOptimizer
+from megaconv.megatron.rank_states import RankId, Ranks, Weights
+from megaconv.megatron.source import RankSource
 from megaconv.options import LoadOptions
 
 _log = logging.getLogger("megaconv")

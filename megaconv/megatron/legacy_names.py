@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megaconv.megatron_names import EXTRA_STATE, module_order
+from megaconv.megatron.names import EXTRA_STATE, module_order
 
 MODEL = "language_model"
 _BLOCK = "encoder"

@@ -11,8 +11,8 @@ from formats import torch_zip
 from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.rank_files import RankFiles, read
 from formats.tensor import LazyTensor
-from megaconv.legacy_names import MODEL, flatten
-from megaconv.megatron_names import EXTRA_STATE, NOT_PARAMETERS
+from megaconv.megatron.legacy_names import MODEL, flatten
+from megaconv.megatron.names import EXTRA_STATE, NOT_PARAMETERS
 
 _log = logging.getLogger("megaconv")
 

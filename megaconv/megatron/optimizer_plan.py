@@ -14,8 +14,8 @@ from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
 from megaconv.errors import NotExpressible
 from megaconv.ir import WEIGHT, Key, TensorInfo
-from megaconv.optimizer_buffers import Buffer, BufferParameter, fill, gaps
-from megaconv.param_groups import is_expert, write_group, write_order
+from megaconv.megatron.optimizer_buffers import Buffer, BufferParameter, fill, gaps
+from megaconv.megatron.param_groups import is_expert, write_group, write_order
 from megaconv.table import NativeTensor
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState
 

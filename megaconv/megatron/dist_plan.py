@@ -13,19 +13,19 @@ from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
-from megaconv.chunk_plan import PlannedChunk, cut
-from megaconv.dist_keys import stack
-from megaconv.dist_optimizer_plan import OptimizerForm, choose_form
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.ir import WEIGHT, Header, Key
 from megaconv.layout import Chunk, Layout, divide
-from megaconv.megatron_names import extra_states
-from megaconv.megatron_plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.megatron.dist_chunks import PlannedChunk, cut
+from megaconv.megatron.dist_keys import stack
+from megaconv.megatron.dist_optimizer_plan import OptimizerForm, choose_form
+from megaconv.megatron.names import extra_states
+from megaconv.megatron.rank_plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.megatron.training_output import carry
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.table import NativeTensor, Region, native_tensors, rank_sizes
-from megaconv.training_output import carry
 
 FORMATS = ("torch_dist", "zarr")
 

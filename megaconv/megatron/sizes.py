@@ -8,7 +8,7 @@ from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
 from megaconv.layout import Layout
-from megaconv.megatron_ranks import Ranks, Weights
+from megaconv.megatron.rank_states import Ranks, Weights
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError
 from megaconv.ir import Header
 from megaconv.layout import Layout
-from megaconv.optimizer_plan import OptimizerWriter
+from megaconv.megatron.optimizer_plan import OptimizerWriter
 from megaconv.training import TrainingState
 
 NO_RNG = "random-number generators are left out (only rank files of the same layout keep them): start the run with --no-load-rng"

@@ -10,11 +10,11 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.ir import WEIGHT
-from megaconv.optimizer_plan import OptimizerWriter
+from megaconv.megatron.optimizer_plan import OptimizerWriter
+from megaconv.megatron.training_output import Carried
 from megaconv.options import SaveOptions
 from megaconv.table import NativeTensor
 from megaconv.training import EXP_AVG, MASTER, MOMENTS
-from megaconv.training_output import Carried
 
 _RESHARDABLE = "fully_reshardable"
 

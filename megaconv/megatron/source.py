@@ -12,23 +12,14 @@ from formats.errors import CorruptCheckpoint
 from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names, well_formed
 from megaconv.config import STRUCTURE, ModelConfig
-from megaconv.dist_optimizer import DistOptimizer
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.hf_config import CONFIG_NAME
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.layout import Chunk, Layout
-from megaconv.megatron_args import OPTIMIZATION, from_arguments, read_layout, true_vocab
-from megaconv.megatron_ranks import RankId, Ranks, is_legacy, read_ranks
-from megaconv.megatron_sizes import (
-    Landmarks,
-    expert_tensor_parallel_size,
-    find_layout,
-    find_sizes,
-    padded_rows,
-    with_stacks,
-)
-from megaconv.optimizer_source import (
+from megaconv.megatron.args import OPTIMIZATION, from_arguments, read_layout, true_vocab
+from megaconv.megatron.dist_optimizer import DistOptimizer
+from megaconv.megatron.optimizer_source import (
     Optimizers,
     assemble_slots,
     describe_optimizer,
@@ -36,6 +27,15 @@ from megaconv.optimizer_source import (
     optimizer_state,
     read_scheduler,
     untrained,
+)
+from megaconv.megatron.rank_states import RankId, Ranks, is_legacy, read_ranks
+from megaconv.megatron.sizes import (
+    Landmarks,
+    expert_tensor_parallel_size,
+    find_layout,
+    find_sizes,
+    padded_rows,
+    with_stacks,
 )
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars

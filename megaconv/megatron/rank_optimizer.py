@@ -22,9 +22,9 @@ from formats.flattened import narrowed
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape, read_tensor
 from megaconv.errors import NotExpressible, TensorMismatch
-from megaconv.megatron_names import BUFFERS
-from megaconv.optimizer_buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
-from megaconv.param_groups import Class, class_of, group_class, is_expert, read_group
+from megaconv.megatron.names import BUFFERS
+from megaconv.megatron.optimizer_buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
+from megaconv.megatron.param_groups import Class, class_of, group_class, is_expert, read_group
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ParamGroup
 
 WITHOUT = "--no-optimizer converts the weights alone"
