@@ -20,8 +20,8 @@ LINES
 echo "2. torchrun -m megatron_lite finetune --load llama: any checkpoint that megaconv reads, at any layout"
 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --nproc-per-node 4 -m megatron_lite finetune \
     --load "$work/llama" --finetune-data "$work/lines.jsonl" --save "$work/tuned" \
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel \
-    --seq-length 64 --global-batch-size 2 --train-iters "${STEPS:-60}" --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 4 \
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+    --seq-length 64 --micro-batch-size 2 --global-batch-size 2 --train-iters "${STEPS:-60}" --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 4 \
     --weight-decay 0 --eval-iters 0 --log-interval 10
 
 echo "3. megaconv inspect, then convert to Hugging Face"
