@@ -23,8 +23,8 @@ from megaconv.ir import OpenedSource
 from megaconv.megatron.rank_states import Ranks, holds_legacy
 from megaconv.megatron.sizes import LEGACY
 from megaconv.megatron.source import Dialect, open_model, open_ranks
+from megaconv.natives import NativeTensor, Region
 from megaconv.options import LoadOptions
-from megaconv.table import NativeTensor, Region
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint versions 0 to 3"
 

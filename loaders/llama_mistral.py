@@ -30,10 +30,11 @@ from megaconv.hf_config import CONFIG_NAME
 from megaconv.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.layout import Chunk, Layout
 from megaconv.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
+from megaconv.natives import native_tensors
 from megaconv.options import LoadOptions
 from megaconv.plan import BLOCK_BYTES
 from megaconv.sidecars import find_sidecars
-from megaconv.table import canonical_shapes, native_tensors
+from megaconv.table import canonical_shapes
 from megaconv.weight_files import read_file, read_sharded
 
 DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"

@@ -10,7 +10,7 @@ import numpy as np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
 from megaconv.errors import TensorMismatch
 from megaconv.ir import WEIGHT, Key
-from megaconv.table import NativeTensor, Region
+from megaconv.natives import NativeTensor, Region
 from megaconv.training import ParamGroup
 
 _log = logging.getLogger("megaconv")

@@ -11,7 +11,7 @@ from megaconv.api import convert, diff, fingerprint, inspect
 from megaconv.errors import ModelsDiffer
 from megaconv.families.llama import FAMILY
 from megaconv.layout import Chunk, Layout
-from megaconv.table import native_tensors
+from megaconv.natives import native_tensors
 
 _TEXT = """A checkpoint is a model at rest. Its tensors have names, shapes and values, and every tool has its own idea of
 how they should be called, fused, cut and stored. Converting one means to move every value to its new place, and to

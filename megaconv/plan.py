@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from formats.output import FileLayout
 from formats.tensor import Box
 from megaconv.ir import Key
-from megaconv.table import Region
+from megaconv.natives import Region
 
 MAX_WORKERS = 8
 BLOCK_BYTES = 4 << 20

@@ -23,10 +23,10 @@ from megaconv.assembled import overlap, paired_rows, transpose, window
 from megaconv.errors import Cancelled, CheckpointError
 from megaconv.fingerprints import tensor_hasher
 from megaconv.ir import Key
+from megaconv.natives import Region
 from megaconv.plan import Placement, needed_boxes
 from megaconv.shares import Share
 from megaconv.stream import Stream
-from megaconv.table import Region
 
 JOURNAL_SECONDS = 5.0
 """How often finished tensors are brought to disk and entered in the journal."""

@@ -16,7 +16,8 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.ir import Key
 from megaconv.layout import Chunk, Layout
-from megaconv.table import NativeTensor, canonical_shapes, native_tensors
+from megaconv.natives import NativeTensor, native_tensors
+from megaconv.table import canonical_shapes
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In the order in which transformers looks for them."""

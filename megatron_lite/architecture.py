@@ -7,7 +7,8 @@ from typing import Any
 from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
 from megaconv.layout import Layout
-from megaconv.megatron.args import from_arguments, to_arguments
+from megaconv.megatron.args import to_arguments
+from megaconv.megatron.read_args import from_arguments
 from megaconv.training import TrainingState
 from megatron_lite.config import Model, Settings, flags
 

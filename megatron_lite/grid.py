@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megaconv.config import ModelConfig
 from megaconv.errors import LayoutError
 from megaconv.layout import Chunk, Layout
-from megaconv.table import rank_sizes
+from megaconv.natives import rank_sizes
 from megatron_lite.options import ModelOptions
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megaconv.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.layout import Chunk, Layout, padded_vocab
-from megaconv.table import rank_sizes
+from megaconv.natives import rank_sizes
 from megatron_lite import comm, recompute, rng
 from megatron_lite.attention import Documents, attend
 from megatron_lite.batch import Microbatch

@@ -7,7 +7,7 @@ from torch import nn
 
 from megaconv.families import family
 from megaconv.layout import Chunk
-from megaconv.table import NativeTensor, native_tensors
+from megaconv.natives import NativeTensor, native_tensors
 from megatron_lite.grid import Grid
 from megatron_lite.model import Plan
 

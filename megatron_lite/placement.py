@@ -15,7 +15,7 @@ from formats.tensor import Shape, matrix_shape
 from megaconv.config import ModelConfig
 from megaconv.families import family
 from megaconv.layout import Chunk, Layout
-from megaconv.table import NativeTensor, Region, native_tensors
+from megaconv.natives import NativeTensor, Region, native_tensors
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 

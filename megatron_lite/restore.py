@@ -15,8 +15,8 @@ from megaconv.config import ModelConfig
 from megaconv.conversion import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.ir import WEIGHT, Header, Key
+from megaconv.natives import NativeTensor
 from megaconv.options import LoadOptions
-from megaconv.table import NativeTensor
 from megatron_lite.checkpoint import has_checkpoint
 from megatron_lite.config import Settings
 from megatron_lite.engine import Engine

@@ -10,9 +10,9 @@ from megaconv.families import family
 from megaconv.hf_config import CONFIG_NAME, config_json
 from megaconv.ir import Header, Key
 from megaconv.layout import Chunk, Layout
+from megaconv.natives import native_tensors
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
-from megaconv.table import native_tensors
 
 DESCRIPTION = "PyTorch distributed checkpoint (DCP) with transformers' names, for torchtitan, FSDP and the like"
 

@@ -13,9 +13,9 @@ from megaconv.families import family
 from megaconv.hf_config import CONFIG_NAME, config_json
 from megaconv.ir import Header, Key
 from megaconv.layout import Chunk, Layout
+from megaconv.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
-from megaconv.table import NativeTensor, native_tensors
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
 

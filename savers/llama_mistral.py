@@ -17,9 +17,9 @@ from megaconv.families import family
 from megaconv.ir import Header, Key
 from megaconv.layout import Chunk, Layout
 from megaconv.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
+from megaconv.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
-from megaconv.table import NativeTensor, native_tensors
 
 DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
 

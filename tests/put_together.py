@@ -12,7 +12,7 @@ from megaconv.checkpoint import Checkpoint
 from megaconv.families import families
 from megaconv.ir import Key
 from megaconv.layout import Chunk, Layout
-from megaconv.table import NativeTensor, native_tensors
+from megaconv.natives import NativeTensor, native_tensors
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
 
 

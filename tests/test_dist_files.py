@@ -11,7 +11,7 @@ from formats.chunked import ChunkedTensor
 from formats.tensor import FileTensor, read_tensor
 from megaconv.families import families
 from megaconv.layout import Chunk, Layout
-from megaconv.table import native_tensors
+from megaconv.natives import native_tensors
 from tests.conftest import FIXTURES
 from tests.put_together import elements, put_together
 from tests.runs import run

@@ -14,7 +14,8 @@ from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import family, family_of_hf
 from megaconv.ir import TrainingState
 from megaconv.layout import Layout
-from megaconv.megatron.args import from_arguments, to_arguments
+from megaconv.megatron.args import to_arguments
+from megaconv.megatron.read_args import from_arguments
 
 Draw = st.DrawFn
 

@@ -20,7 +20,7 @@ from megaconv.conversion import fingerprint
 from megaconv.errors import LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UsageError
 from megaconv.families import families
 from megaconv.layout import Chunk, Layout
-from megaconv.table import native_tensors
+from megaconv.natives import native_tensors
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 from tests.strategies import Draw, stage_splits

@@ -18,7 +18,8 @@ from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, 
 from megaconv.families import families, family, family_of_hf
 from megaconv.hf_config import config_json, load_config
 from megaconv.layout import Layout
-from megaconv.megatron.args import from_arguments, to_arguments, true_vocab
+from megaconv.megatron.args import to_arguments
+from megaconv.megatron.read_args import from_arguments, true_vocab
 from megaconv.options import SaveOptions
 from megaconv.training import TrainingState
 from tests.models import write_llama

@@ -203,7 +203,7 @@ from formats.tensor import Box, matrix_shape
 from megaconv.config import ModelConfig
 from megaconv.ir import Header, Key, TensorInfo
 from megaconv.plan import OutputPlan, Placement
-from megaconv.table import Region
+from megaconv.natives import Region
 
 DESCRIPTION = "all tensors in one npz file"
 

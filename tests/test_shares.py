@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from formats.tensor import Box
 from megaconv.conversion import ConvertOptions, prepare
 from megaconv.errors import TensorMismatch
+from megaconv.natives import Region
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement, needed_boxes
 from megaconv.shares import share_out
-from megaconv.table import Region
 from tests.models import write_llama
 
 

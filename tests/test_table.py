@@ -17,18 +17,8 @@ from megaconv.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
 from megaconv.layout import Chunk, Layout, padded_vocab
-from megaconv.table import (
-    NativeTensor,
-    OtherAxis,
-    Region,
-    RotaryPairs,
-    Row,
-    canonical_shapes,
-    evaluate,
-    expand,
-    expressible,
-    native_tensors,
-)
+from megaconv.natives import NativeTensor, Region, native_tensors
+from megaconv.table import OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible
 from tests.strategies import SPELLED, VARIANTS, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
 
 Labels = dict[str, NDArray[np.int64]]

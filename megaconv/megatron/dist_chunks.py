@@ -12,7 +12,7 @@ from itertools import pairwise
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.assembled import overlap
 from megaconv.ir import WEIGHT
-from megaconv.table import NativeTensor, Region
+from megaconv.natives import NativeTensor, Region
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from megaconv.megatron.optimizer_source import Optimizers
 from megaconv.megatron.param_groups import class_of, group_class, read_group
 from megaconv.megatron.rank_optimizer import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
 from megaconv.megatron.rank_states import RankId
-from megaconv.table import NativeTensor, native_tensors
+from megaconv.natives import NativeTensor, native_tensors
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState, ParamGroup
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.+)")

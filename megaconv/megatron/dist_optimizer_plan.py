@@ -12,8 +12,8 @@ from megaconv.errors import UsageError
 from megaconv.ir import WEIGHT
 from megaconv.megatron.optimizer_plan import OptimizerWriter
 from megaconv.megatron.training_output import Carried
+from megaconv.natives import NativeTensor
 from megaconv.options import SaveOptions
-from megaconv.table import NativeTensor
 from megaconv.training import EXP_AVG, MASTER, MOMENTS
 
 _RESHARDABLE = "fully_reshardable"

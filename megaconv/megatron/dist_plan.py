@@ -23,9 +23,9 @@ from megaconv.megatron.dist_optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.names import extra_states
 from megaconv.megatron.rank_plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
 from megaconv.megatron.training_output import carry
+from megaconv.natives import NativeTensor, Region, native_tensors, rank_sizes
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
-from megaconv.table import NativeTensor, Region, native_tensors, rank_sizes
 
 FORMATS = ("torch_dist", "zarr")
 

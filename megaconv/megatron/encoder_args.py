@@ -1,4 +1,4 @@
-"""Megatron's `args` for models with an encoder: BERT and T5. Source: as megatron_args."""
+"""Megatron's `args` for models with an encoder: BERT and T5. Source: as args.py."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Lays out the optimizer of one rank file as Megatron core 0.16 writes it; megatron_optimizer.py shows the forms.
+"""Lays out the optimizer of one rank file as Megatron core 0.16 writes it; rank_optimizer.py shows the forms.
 
 Groups come in the order of that release and hold the union of what the releases and their optimizers look for, so that
 Transformer Engine's and Apex's (a step in every group) and torch's (a step with every parameter) all go on from it.
@@ -16,7 +16,7 @@ from megaconv.errors import NotExpressible
 from megaconv.ir import WEIGHT, Key, TensorInfo
 from megaconv.megatron.optimizer_buffers import Buffer, BufferParameter, fill, gaps
 from megaconv.megatron.param_groups import is_expert, write_group, write_order
-from megaconv.table import NativeTensor
+from megaconv.natives import NativeTensor
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState
 
 _BUFFER_NAMES = {"param": MASTER, EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}

@@ -21,10 +21,10 @@ from megaconv.megatron.args import to_arguments
 from megaconv.megatron.optimizer_plan import Parameter, Piece
 from megaconv.megatron.optimizer_plan import Planned as PlannedOptimizer
 from megaconv.megatron.training_output import Carried, carry
+from megaconv.natives import NativeTensor, Region, native_tensors
 from megaconv.options import LOSSES, SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.sidecars import SIDECAR_DIRECTORY
-from megaconv.table import NativeTensor, Region, native_tensors
 from megaconv.training import EXP_AVG
 
 DEFAULT_DIVISOR = 128

@@ -17,7 +17,7 @@ from megaconv.families import family, read_config
 from megaconv.hf_config import CONFIG_NAME
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.layout import Chunk, Layout
-from megaconv.megatron.args import OPTIMIZATION, from_arguments, read_layout, true_vocab
+from megaconv.megatron.args import OPTIMIZATION
 from megaconv.megatron.dist_optimizer import DistOptimizer
 from megaconv.megatron.optimizer_source import (
     Optimizers,
@@ -29,6 +29,7 @@ from megaconv.megatron.optimizer_source import (
     untrained,
 )
 from megaconv.megatron.rank_states import RankId, Ranks, is_legacy, read_ranks
+from megaconv.megatron.read_args import from_arguments, read_layout, true_vocab
 from megaconv.megatron.sizes import (
     Landmarks,
     expert_tensor_parallel_size,
@@ -37,9 +38,10 @@ from megaconv.megatron.sizes import (
     padded_rows,
     with_stacks,
 )
+from megaconv.natives import NativeTensor, native_tensors
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars
-from megaconv.table import NativeTensor, canonical_shapes, native_tensors, second_names
+from megaconv.table import canonical_shapes, second_names
 from megaconv.training import TrainingState
 
 _log = logging.getLogger("megaconv")

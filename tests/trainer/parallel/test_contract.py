@@ -9,7 +9,7 @@ from megaconv.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
 from megaconv.layout import LayerSplit, Layout, padded_vocab, split_layers
-from megaconv.table import native_tensors
+from megaconv.natives import native_tensors
 from megatron_lite.grid import Grid, check_sizes, make_grid
 from megatron_lite.model import ModelChunk, make_plan
 from megatron_lite.options import ModelOptions
