@@ -206,6 +206,23 @@ def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Pat
     assert load(file)["args"].no_save_rng is True
 
 
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "zarr"])
+def test_random_number_generators_go_through_distributed_formats_bit_for_bit(ckpt_format: str, tmp_path: Path) -> None:
+    source = source_of(DISTRIBUTED)
+    there = megaconv.convert(source, tmp_path / "dist", saver="core", ckpt_format=ckpt_format)
+    back = megaconv.convert(tmp_path / "dist", tmp_path / "back", saver="core", distributed_optimizer=True)
+    assert (there.notices, back.notices) == ((), ())
+    ours = rank_files(tmp_path / "back")
+    for file, state in rank_files(source).items():
+        (expected,), (found,) = state["rng_state"], ours[file]["rng_state"]
+        assert found.keys() == expected.keys()
+        assert found["random_rng_state"] == expected["random_rng_state"]
+        assert found["np_rng_state"] == expected["np_rng_state"]
+        assert np.array_equal(read_tensor(found["torch_rng_state"]), read_tensor(expected["torch_rng_state"]))
+    other = megaconv.convert(tmp_path / "dist", tmp_path / "other", saver="core", ckpt_format=ckpt_format, tp=1)
+    assert [("--no-load-rng" in notice) for notice in other.notices] == [True]
+
+
 # Dtypes.
 
 

@@ -40,6 +40,7 @@ from megaconv.megatron.rank_states import RankId
 from megaconv.natives import NativeTensor, native_tensors
 from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState, ParamGroup
 
+_RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.+)")
 _FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq)")
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
@@ -91,6 +92,16 @@ class DistOptimizer:
         return any(".distributed.dp_group_idx_" in name for name in self.tensors) or any(
             name.endswith(".param_state/shard_0_1") for name in self.directory.objects()
         )
+
+    def rng(self) -> dict[tuple[int, int, int], Any]:
+        """(tensor, pipeline, expert rank) -> random-number generators. None of runs with expert parallelism, whose grid has
+        an axis more."""
+        found = {}
+        for name in self.directory.objects():
+            if place := _RNG.fullmatch(name):
+                value = self.directory.read_object(name)
+                found[int(place[2]), int(place[1]), 0] = value if isinstance(value, list) else [value]
+        return found
 
     def describe(self) -> OptimizerState:
         """Its kind, and its step where that can be told. Never raises for what it finds."""

@@ -39,7 +39,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
     iteration = iteration_of(header, options)
     version = rank_files.iteration_directory(iteration)
-    carried = carry(header, layout, keeps_rng=False)
+    carried = carry(header, layout, keeps_rng=layout.ep == 1)
     optimizer = choose_form(carried, options)
     vars(arguments).update(carried.arguments(distributed=optimizer.distributed))
     local = options.transformer_impl == "local"
@@ -52,6 +52,10 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
     if content:
         common["content_metadata"] = {"singleton_local_shards": False} | content
+    model.objects.extend(
+        ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
+        for (tp_rank, pp_rank, _), state in carried.rng.items()
+    )
     stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
     files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
     files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
@@ -71,8 +75,8 @@ class GlobalModel:
     chunks: list[PlannedChunk]
     shapes: Mapping[str, Shape]
     """Of the global tensors, by key."""
-    objects: list[tuple[str, Shape, Shape]]
-    """(key, place, grid) of every `_extra_state`."""
+    objects: list[tuple[str, Shape, Shape, Any]]
+    """(key, place, grid, value): an empty `_extra_state` for every module that has one."""
 
     @classmethod
     def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
@@ -109,7 +113,7 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
             )
 
 
-def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape]]:
+def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     names = [native.name for native in natives]
     modules = [name for name in extra_states(names) if ".linear_" in name or not (local or "output_layer" in name)]
     if not local:
@@ -120,7 +124,7 @@ def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> I
     for key, place in placed:
         grids[key] = tuple(max(last, index + 1) for last, index in zip(grids.get(key, place), place, strict=True))
     for key, place in placed:
-        yield key, place or (0,), grids[key] or (1,)
+        yield key, place or (0,), grids[key] or (1,), None
 
 
 @dataclass
@@ -137,15 +141,15 @@ def _torch_dist(model: GlobalModel, count: int) -> Stored:
     for chunk in model.chunks:
         where = files.add_chunk(chunk.key, model.shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape)
         chunks.append((chunk, *where))
-    for key, place_in_grid, grid in model.objects:
+    for key, place_in_grid, grid, value in model.objects:
         name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
-        files.add_object(name, [None])
+        files.add_object(name, [value])
     return Stored(files.layouts(nested_keys=False), chunks)
 
 
 def _zarr(model: GlobalModel) -> Stored:
     """A file for every chunk and every object."""
-    stored, objects = Stored(), torch_zip.plan(None, "archive")
+    stored, empty = Stored(), torch_zip.plan(None, "archive")
     steps = {chunk.key: chunk.shape for chunk in model.chunks}
     for chunk in model.chunks:
         step = steps[chunk.key]
@@ -158,8 +162,9 @@ def _zarr(model: GlobalModel) -> Stored:
             zarr_arrays.array_json(model.shapes[chunk.key], step, chunk.dtype)
         )
         stored.chunks.append((chunk, file, zarr_arrays.ChunkLayout.RECORD))
-    for key, place_in_grid, grid in model.objects:
-        stored.files[f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"] = objects
+    for key, place_in_grid, grid, value in model.objects:
+        file = f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"
+        stored.files[file] = empty if value is None else torch_zip.plan(value, "archive")
     return stored
 
 

@@ -126,7 +126,8 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
             optimizers, placed = source.dist.open_buckets(config, written, padded, placed)
         tensors = assemble_slots(shapes, placed, tensors, without)
         known = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
-        training = replace(training, optimizer=known)
+        rng = source.dist.rng() if source.dist and not options.metadata_only else training.rng
+        training = replace(training, optimizer=known, rng=rng)
     manifest = describe(tensors)
     divisor = getattr(args, "make_vocab_size_divisible_by", None)
     header = Header(

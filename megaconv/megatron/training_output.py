@@ -14,7 +14,10 @@ from megaconv.layout import Layout
 from megaconv.megatron.optimizer_plan import OptimizerWriter
 from megaconv.training import TrainingState
 
-NO_RNG = "random-number generators are left out (only rank files of the same layout keep them): start the run with --no-load-rng"
+NO_RNG = (
+    "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
+    "of expert ranks): start the run with --no-load-rng"
+)
 NO_SCHEDULER = (
     "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
 )
