@@ -137,9 +137,14 @@ def make_grid(layout: Layout, dp: int, device: torch.device) -> Grid:
 
 
 def _own_group(groups: list[list[int]], rank: int) -> ProcessGroup | None:
-    """Make the groups that this rank is in (one at most), all ranks at the same time."""
+    """Make these groups, of which this rank is in one at most; all ranks make all of them, one after the other.
+
+    Members alone could make theirs, but torch would call a group as it called one of the same ranks that was closed before,
+    and find that one's addresses in the store.
+    """
     own = None
     for ranks in groups:
-        if len(ranks) > 1 and rank in ranks:
-            own = dist.new_group(ranks, use_local_synchronization=True)
+        if len(ranks) > 1:
+            made = dist.new_group(ranks)
+            own = made if rank in ranks else own
     return own

@@ -44,12 +44,18 @@ class Plan:
         return recompute.make_again if self.options.recompute.granularity == "selective" else recompute.keep
 
 
+TRAINED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families that this decoder is, by configuration."""
+
+
 def make_plan(config: ModelConfig, layout: Layout, options: ModelOptions, ranks: TensorGroup) -> Plan:
     """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be cut."""
     if config.experts:
         raise NotExpressible(
             f"the model has {config.experts} experts a layer; mixtures of experts can't be trained yet"
         )
+    if config.family not in TRAINED:
+        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     return Plan(config, options, ranks, rank_sizes(config, layout), rows)
 

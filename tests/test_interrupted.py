@@ -152,9 +152,9 @@ def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path_factor
     verifying = f"""
 from megaconv import conversion
 verify = conversion.verify_fingerprint
-def slowly(*arguments):
+def slowly(*arguments, **options):
     exec({slow(marker)!r}, {{}})
-    verify(*arguments)
+    verify(*arguments, **options)
 conversion.verify_fingerprint = slowly
 """
     with unchanged(model.parent), under_way(model, "--verify", before=verifying) as process:

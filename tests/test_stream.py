@@ -500,16 +500,20 @@ def test_a_loader_that_breaks_its_word_ends_the_run_and_the_tensor_is_named(
         convert(monkeypatch, Liar(), saver.plan, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("partly", "named"), [(False, r"layers\.2\.mlp\.up\.weight"), (True, r"layers\.2\.mlp\.linear_fc1\.weight")]
+)
 def test_a_plan_that_leaves_a_tensor_out_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+    partly: bool, named: str, monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
     """Bytes of a record that nobody writes would be zeros in a file that looks complete."""
 
     def plan(header: Header, options: SaveOptions) -> OutputPlan:
-        planned = saver.plan(header, options)
-        return replace(planned, placements={**planned.placements, Key("layers.2.mlp.up.weight"): []})
+        planned, key = saver.plan(header, options), Key("layers.2.mlp.up.weight")
+        left = [replace(place, regions=()) for place in planned.placements[key]] if partly else []
+        return replace(planned, placements={**planned.placements, key: left})
 
-    with unchanged(tmp_path), pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.linear_fc1\.weight"):
+    with unchanged(tmp_path), pytest.raises(CheckpointError, match=named):
         convert(monkeypatch, loader.open(model, LoadOptions()), plan, tmp_path / "out")
 
 

@@ -11,7 +11,7 @@ from megaconv.families import families
 from megaconv.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.natives import native_tensors
 from megatron_lite.grid import Grid, check_sizes, make_grid
-from megatron_lite.model import ModelChunk, make_plan
+from megatron_lite.model import TRAINED, ModelChunk, make_plan
 from megatron_lite.options import ModelOptions
 from megatron_lite.parameters import parameter_infos
 from megatron_lite.rotary import Rotary
@@ -52,9 +52,15 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
                 assert found == expected
 
 
-def test_every_dense_family_is_compared() -> None:
-    moe = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"}
-    assert set(families()) - moe == set(DENSE)
+def test_every_family_that_can_be_trained_is_compared() -> None:
+    assert set(TRAINED) == set(DENSE) <= set(families())
+
+
+@pytest.mark.parametrize("family", sorted(set(families()) - set(DENSE)))
+def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> None:
+    model = replace(MODELS["qwen3"], family=family)
+    with pytest.raises(NotExpressible, match=f"a {family} can't be trained yet"):
+        make_plan(model, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
 
 
 def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
