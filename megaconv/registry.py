@@ -8,16 +8,18 @@ Nothing is imported before it is asked for.
 
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from megaconv.errors import UnknownFormat
 from megaconv.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions
 from megaconv.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+LOADERS = ("hf", "core", "legacy", "dcp", "llama_mistral", "mixtral_hf")
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
@@ -67,6 +69,13 @@ def names(kind: str) -> list[str]:
     ]
 
 
+def entry_points(group: str) -> "EntryPoints":
+    """What other packages offer."""
+    from importlib import metadata  # whose import takes longer than all of ours together
+
+    return metadata.entry_points(group=group)
+
+
 def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     if name in ours:
         return import_module(f"{kind}.{name}")
@@ -77,8 +86,11 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
 
 
 def _all_loaders() -> Iterator[tuple[str, Loader]]:
-    for name in names("loaders"):
+    """Ours first: looking for those of other packages takes longer than most of ours take to look."""
+    for name in LOADERS:
         yield name, loader(name)
+    for entry in entry_points(group="megaconv.loaders"):
+        yield entry.name, entry.load()
 
 
 def detect(path: Path) -> tuple[str, Loader]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
 from megaconv.ir import Header
-from megaconv.megatron.dist_plan import FORMATS, plan_dist
 from megaconv.megatron.names import extra_states, module_order
 from megaconv.megatron.rank_plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.options import SaveOptions
@@ -17,6 +16,7 @@ DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), 
 _log = logging.getLogger("megaconv")
 
 HOLDS_OPTIMIZER = True
+DISTRIBUTED = ("torch_dist", "zarr")
 NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 
 
@@ -26,7 +26,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if header.config.head_activation and "activation" in options.allow_lossy:
         header = replace(header, config=replace(header.config, head_activation="gelu"))
     layout = choose_layout(header.config, header.layout, options)
-    if options.ckpt_format in FORMATS:
+    if options.ckpt_format in DISTRIBUTED:
+        from megaconv.megatron.dist_plan import plan_dist  # rank files need nothing of it
+
         planned = plan_dist(header, options, layout)
     else:
         naming = NAMINGS[options.transformer_impl] + ("+grouped" if options.grouped_experts else "")
@@ -48,7 +50,7 @@ def _check(options: SaveOptions) -> None:
         )
     if options.grouped_experts and options.transformer_impl != "transformer_engine":
         raise UsageError("grouped experts are a layer of Transformer Engine; leave --transformer-impl local out")
-    check_options(options, ("torch", *FORMATS))
+    check_options(options, ("torch", *DISTRIBUTED))
 
 
 def _warn_of_scaling(config: ModelConfig) -> None:

@@ -27,8 +27,6 @@ from megaconv.natives import NativeTensor, Region, native_tensors, rank_sizes
 from megaconv.options import SaveOptions
 from megaconv.plan import OutputPlan, Placement
 
-FORMATS = ("torch_dist", "zarr")
-
 
 def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
     """layout: whose ranks chunks are cut for. Raises LayoutError for a model that can't be cut this way, NotExpressible."""
