@@ -81,7 +81,7 @@ def measure(work: Path, layers: int, runs: int) -> dict[str, object]:
     for _ in range(runs):
         for name, command in made.items():
             os.sync()
-            times[name].append(run(command))
+            times[name].append(run(command)[0])
             shutil.rmtree(work / "out")
     peaks = {}
     for name, command in made.items():
