@@ -152,6 +152,8 @@ def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any)
         content = read_rank_file(version / "common.pt")["content_metadata"]
         wanted: dict[str, Any] = {name: chunk.module.sharded_state_dict() for name, chunk in models.items()}
         wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=content)
+        if not args.no_save_rng:
+            wanted["rng_state"] = random_generators()
         with torch.serialization.safe_globals([Namespace]):
             state: Any = dist_checkpointing.load(wanted, str(version), strict=StrictHandling.RAISE_ALL)
     else:
@@ -162,6 +164,20 @@ def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any)
     if args.use_distributed_optimizer and not (version / "metadata.json").exists():
         optimizer.load_parameter_state(str(own_file(version, args).with_name("distrib_optim.pt")))
     return dict(state)
+
+
+def random_generators() -> Any:
+    """What Megatron asks for: those of this rank's place in the grid of stages and tensor ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    stages, stage = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedObject("rng_state", None, (stages, ranks), (stage, rank), replica_id=copy)
 
 
 def save(file: Path, state: dict[str, Any], args: Namespace, models: dict[str, Any], optimizer: Any) -> None:
