@@ -175,8 +175,8 @@ class Staging:
         self.sync()
         try:
             for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
-                _sync_directory(directory)
-            _sync_directory(self.data)
+                sync_directory(directory)
+            sync_directory(self.data)
             self._appear()
         except OSError as error:
             raise _explain(error, self.target) from error
@@ -188,7 +188,7 @@ class Staging:
             was_there = self.target.exists()
             self.data.rename(self.target)  # replaces an empty directory too
             try:
-                _sync_directory(self.target.parent)
+                sync_directory(self.target.parent)
             except OSError:
                 self.target.rename(self.data)
                 if was_there:
@@ -200,7 +200,7 @@ class Staging:
             )
         elif _exchange(self.data, self.target):
             try:
-                _sync_directory(self.target.parent)
+                sync_directory(self.target.parent)
             except OSError:
                 _exchange(self.data, self.target)
                 raise
@@ -212,7 +212,7 @@ class Staging:
             except OSError:
                 aside.rename(self.target)
                 raise
-            _sync_directory(self.target.parent)
+            sync_directory(self.target.parent)
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
 
     def discard(self) -> None:
@@ -281,7 +281,8 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     return entries, valid_bytes
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to disk: those that a rename or a new file has put there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from formats.rank_files import TRACKER
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.hf_config import CONFIG_NAME, load_config
@@ -14,12 +13,10 @@ from megaconv.sidecars import find_sidecars
 from megaconv.weight_files import read_directory, whole_model
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
-METADATA_NAME = ".metadata"
 
 
 def detect(path: Path) -> bool:
-    others = (TRACKER, METADATA_NAME)  # Megatron's and PyTorch's, beside which a config.json may lie
-    return (path / CONFIG_NAME).is_file() and not any((path / name).is_file() for name in others)
+    return (path / CONFIG_NAME).is_file()
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001

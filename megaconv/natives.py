@@ -128,7 +128,8 @@ def native_tensors(
     second copy of a tied embedding is named with the last chunk; whether it is really there is for the caller to say.
     """
     sizes = rank_sizes(config, layout)
-    divide(vocab_rows, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
+    what = "vocabulary" if vocab_rows == config.vocab else "padded vocabulary"
+    divide(vocab_rows, layout.tp, what, "tensor parallel size (tp)")
     whole = config.sizes() | {"vocab": vocab_rows}
     rank = _Rank(config, naming, layout, whole, sizes, tp_rank, tp_rank % layout.etp, ep_rank)
     base = naming.partition("+")[0]

@@ -19,7 +19,7 @@ from megaconv.plan import OutputPlan
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-LOADERS = ("hf", "core", "legacy", "dcp", "llama_mistral", "mixtral_hf")
+LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from formats import rank_files
 from formats.errors import CheckpointError
+from formats.staging import sync_directory
 from megatron_lite.dist_files import write_blocks, write_common, write_file
 from megatron_lite.snapshot import Snapshot
 
@@ -109,7 +110,7 @@ class Saver:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_directory((staging / name).parent)
+            sync_directory((staging / name).parent)
         self._meet()
         if self.rank == 0:
             self._publish(staging, target, snapshot)
@@ -118,12 +119,12 @@ class Saver:
     def _publish(self, staging: Path, target: Path, snapshot: Snapshot) -> None:
         if self.format == "torch_dist":
             write_common(staging, snapshot.common)
-        _sync_directory(staging)
+        sync_directory(staging)
         aside = target.with_name(f".{target.name}.replaced")
         if target.exists():  # of a run that was killed before it wrote the tracker, or that is repeated
             target.rename(aside)
         staging.rename(target)
-        _sync_directory(self.root)
+        sync_directory(self.root)
         shutil.rmtree(aside, ignore_errors=True)
         for name, content in self.sidecars.items():
             _replace(self.root / SIDECARS / name, content)
@@ -151,15 +152,7 @@ def _replace(path: Path, content: bytes) -> None:
     new = path.with_name(f".{path.name}.new")
     write_file(new, content)
     new.rename(path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(path.parent)
 
 
 def has_checkpoint(root: Path) -> bool:

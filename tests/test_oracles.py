@@ -263,6 +263,28 @@ def test_a_checkpoint_of_megatron_computes_the_same_at_another_layout(
     assert_close(megatron.logits(core, tokens)[..., :TRAINED_VOCAB], expected)
 
 
+DIST_TRAINED = {
+    "dist-llama-tp2pp2": ({"tp": 1, "pp": 1}, {"tp": 2, "pp": 2}),
+    "dist-gpt2-tp2pp2": ({"tp": 1, "pp": 2},),
+    "dist-mixtral-tp2ep2": ({"tp": 1, "pp": 1, "ep": 2}, {"tp": 2, "pp": 2, "ep": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [(name, sizes) for name, layouts in DIST_TRAINED.items() for sizes in layouts], ids=str
+)
+def test_a_distributed_checkpoint_of_megatron_computes_the_same_from_ours(
+    name: str, sizes: dict[str, int], megatron: Megatron, tmp_path: Path
+) -> None:
+    """Read from its torch_dist, written as ours, loaded strictly by Megatron at another layout."""
+    from safetensors.torch import load_file
+
+    stored = load_file(FIXTURES / name / "logits.safetensors")
+    expected = stored["logits"]
+    ours = to_core(FIXTURES / name, tmp_path / "dist", ckpt_format="torch_dist", **sizes)
+    assert_close(megatron.logits(ours, stored["input_ids"])[..., : expected.shape[-1]], expected)
+
+
 # config.json in two dialects.
 
 

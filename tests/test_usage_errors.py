@@ -83,7 +83,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--loader tensorflow", ["no loader", "'tensorflow'", "hf, core, legacy, dcp"]),
+        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, hf"]),
         ("--dtype fp8", ["'fp8'", "bf16, fp16, fp32"]),
         ("--dtype int8", ["'int8'", "bf16, fp16, fp32"]),
         ("--dtype bf16 --fp16", ["bf16", "fp16", "contradict"]),
@@ -110,7 +110,7 @@ def test_an_unknown_word_is_refused_with_the_known_ones(model: Path, options: st
 
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:
     with unchanged(model.parent):
-        assert_refused(convert(model, saver="pickle"), 2, "no saver", "'pickle'", "hf, core, legacy, dcp")
+        assert_refused(convert(model, saver="pickle"), 2, "no saver", "'pickle'", "core, legacy, dcp, hf")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from formats.errors import TargetExists
-from formats.staging import StagedFile
+from formats.staging import StagedFile, sync_directory
 from megaconv.errors import UsageError
 from megatron_lite.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokens import TokenDtype, Tokens
@@ -108,7 +108,7 @@ class IndexedWriter:
         self._targets[1].unlink(missing_ok=True)
         for partial, target in zip(self._partial, self._targets, strict=True):
             partial.rename(target)
-        _sync_directory(self._targets[0].parent)
+        sync_directory(self._targets[0].parent)
         self._close()
 
     def _write_index(self) -> None:
@@ -175,11 +175,3 @@ def _locked(path: Path, target: Path) -> int:
         os.close(descriptor)
         raise TargetExists(f"{target}: another run is writing it just now") from None
     return descriptor
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
