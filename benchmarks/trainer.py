@@ -1,12 +1,12 @@
-"""Tokens per second of the trainer, beside transformers and Megatron core, in one run with interleaved rounds.
+"""Tokens per second of the trainer, beside transformers and Megatron core, in one run with interleaved steps.
 
-    python benchmarks/trainer.py single [--rounds 3] [--steps 5] [--tiny] [--dtype float32|bfloat16] [--json]
-    python benchmarks/trainer.py parallel [--steps 5] [--tiny] [--json]
-    python benchmarks/trainer.py gpu [--steps 10] [--json]
+    python benchmarks/trainer.py single [--steps 15] [--tiny] [--dtype float32|bfloat16] [--json]
+    python benchmarks/trainer.py parallel [--steps 15] [--tiny] [--json]
+    python benchmarks/trainer.py gpu [--steps 15] [--json]
 
-single: a Llama of 25 million parameters on the CPU, one process. Each figure is the median of --steps steps of a fresh
-process after two that don't count; contenders take turns. `as installed` and `keeping freed memory` differ in glibc's
-mallopt alone, which the trainer sets on a CPU and anybody may: the second column compares the software.
+single: a Llama of 25 million parameters on the CPU, one process each. Contenders take turns, step by step, after two that
+don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least. All run
+as installed; `keeping freed memory` gives the others glibc's mallopt setting too, which the trainer makes on a CPU.
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
 gpu: Llamas of 1B and 3B, bf16, sequences of 4096, one GPU: tokens/s and MFU against its dense peak.
 """
@@ -37,7 +37,9 @@ from megatron_lite.options import ModelOptions, OptimizerOptions
 from megatron_lite.weights import init_weights
 
 ROOT = Path(__file__).parents[1]
-CONTENDERS = ("megatron_lite", "transformers", "megatron-core")
+KEEPING = (("transformers", True), ("megatron-core", True))
+CONTENDERS = (("megatron_lite", True), ("transformers", False), ("megatron-core", False), *KEEPING)
+"""(who, whether freed memory is kept): the trainer does so by itself on a CPU, the others where they are told to."""
 WARM_UP = 2
 
 
@@ -131,15 +133,28 @@ def _plain_step(network: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> S
     return step
 
 
-def one(name: str, dtype: str, steps: int, tiny: bool, keep: bool) -> None:
-    """A contender's own process: prints its figures."""
+def one(name: str, dtype: str, tiny: bool, keep: bool) -> None:
+    """A contender's own process: takes a step for each line that it is sent, and answers with the seconds and its peak."""
     config, rows = (TINY, 2) if tiny else (SMALL, 2)
     if keep:
         keep_freed_memory()
-    make = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[name]
-    seconds = measure(make(config, dtype, rows), steps)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"tokens_per_second": rows * config.max_positions / seconds, "peak_bytes": peak}))
+    step = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[name](
+        config, dtype, rows
+    )
+    for _ in range(WARM_UP):
+        step()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        seconds = _timed(step)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"tokens_per_second": rows * config.max_positions / seconds, "peak_bytes": peak}), flush=True)
+
+
+def _timed(step: Step, settle: Step = lambda: None) -> float:
+    begun = time.perf_counter()
+    step()
+    settle()
+    return time.perf_counter() - begun
 
 
 def measure(step: Step, steps: int, settle: Step = lambda: None) -> float:
@@ -147,38 +162,64 @@ def measure(step: Step, steps: int, settle: Step = lambda: None) -> float:
     for _ in range(WARM_UP):
         step()
     settle()
-    times = []
-    for _ in range(steps):
-        begun = time.perf_counter()
-        step()
-        settle()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return statistics.median(_timed(step, settle) for _ in range(steps))
 
 
-def single(rounds: int, steps: int, tiny: bool, dtype: str) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {}
-    for _ in range(rounds):
-        for keep in (False, True):
-            for name in CONTENDERS:
-                words = ["one", name, "--steps", str(steps), "--dtype", dtype] + ["--tiny"] * tiny + ["--keep"] * keep
-                label = f"{name}, {'keeping freed memory' if keep else 'as installed'}"
-                found.setdefault(label, []).append(
-                    json.loads(_run([sys.executable, __file__, *words]).splitlines()[-1])
-                )
-    return {
-        label: {
-            "tokens_per_second": [round(item["tokens_per_second"], 1) for item in items],
-            "median": round(statistics.median(item["tokens_per_second"] for item in items), 1),
-            "peak_GB": round(max(item["peak_bytes"] for item in items) / 1e9, 2),
-        }
-        for label, items in found.items()
+def single(steps: int, tiny: bool, dtype: str) -> dict[str, Any]:
+    """All contenders are there at once and take one step after the other, so that a busy machine is busy for each."""
+    processes = {
+        (name, keep): _start(
+            [sys.executable, __file__, "one", name, "--dtype", dtype] + ["--tiny"] * tiny + ["--keep"] * keep
+        )
+        for name, keep in CONTENDERS
     }
+    rounds = []
+    for number in range(steps):
+        turns = list(processes.items())
+        rounds.append({who: _ask(process) for who, process in (turns if number % 2 else turns[::-1])})
+    for process in processes.values():
+        process.communicate()
+    ours = [taken["megatron_lite", True]["tokens_per_second"] for taken in rounds]
+    found = {}
+    for who in processes:
+        speeds = [taken[who]["tokens_per_second"] for taken in rounds]
+        ratios = [mine / theirs for mine, theirs in zip(ours, speeds, strict=True)]
+        found[who[0] + (", keeping freed memory" if who in KEEPING else "")] = {
+            "tokens_per_second": round(statistics.median(speeds), 1),
+            "ours_is_times": round(statistics.median(ratios), 3),
+            "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
+            "peak_GB": round(max(taken[who]["peak_bytes"] for taken in rounds) / 1e9, 2),
+        }
+    return found
+
+
+def _start(command: list[str]) -> "subprocess.Popen[str]":
+    """One at a time, until it has warmed up."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ready\n":
+            return process
+    raise SystemExit(f"{' '.join(command)}: exit status {process.wait()}")
+
+
+def _ask(process: "subprocess.Popen[str]") -> dict[str, float]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("step\n")
+    process.stdin.flush()
+    found: dict[str, float] = json.loads(process.stdout.readline())
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 def _run(command: list[str]) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}:\n{done.stderr[-3000:]}")
     return done.stdout
@@ -300,19 +341,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("single", "parallel", "gpu", "one", "rank"))
     parser.add_argument("rest", nargs="*")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     for word in ("--tiny", "--keep", "--json"):
         parser.add_argument(word, action="store_true")
     args = parser.parse_args()
     if args.what == "one":
-        one(args.rest[0], args.dtype, args.steps, args.tiny, args.keep)
+        one(args.rest[0], args.dtype, args.tiny, args.keep)
     elif args.what == "rank":
         rank(*map(int, args.rest), args.steps, args.tiny)
     else:
         found = {
-            "single": lambda: single(args.rounds, args.steps, args.tiny, args.dtype),
+            "single": lambda: single(args.steps, args.tiny, args.dtype),
             "parallel": lambda: parallel(args.steps, args.tiny),
             "gpu": lambda: gpu(args.steps),
         }[args.what]()

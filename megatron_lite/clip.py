@@ -9,8 +9,8 @@ from megatron_lite import comm
 from megatron_lite.grid import Grid
 from megatron_lite.zero import FlatRange
 
-BLOCK = 1 << 22
-"""Elements that are float64 at one time."""
+BLOCK = {"cpu": 1 << 17}
+"""Elements that are float64 at one time, so that they stay in a processor's cache; 1 << 22 on other devices."""
 
 
 def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
@@ -40,12 +40,13 @@ def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:
 def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Tensor:
     """Sum of squares, float64 [], of the gradients that this rank counts: over all ranks every parameter counts once."""
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
+    block = BLOCK.get(grid.device.type, 1 << 22)
     for item in ranges:
         elsewhere = (item.info.replicated and grid.tp_rank) or (not distributed and grid.dp_rank) or item.info.tied_copy
         if not elsewhere:
-            for start in range(0, len(item.gradient), BLOCK):
-                block = item.gradient[start : start + BLOCK]
-                total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
+            for start in range(0, len(item.gradient), block):
+                part = item.gradient[start : start + block]
+                total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
     return total
 
 

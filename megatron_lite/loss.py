@@ -51,14 +51,17 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = (x[part] @ used.t()).float()
             index, held = _own_labels(labels[part], first, own)
-            losses[part], log_sum = _losses(logits, index, held, ranks)
+            losses[part], scale = _losses(logits, index, held, ranks)
             if backward_follows:
-                grad = logits.sub_(log_sum.unsqueeze(1)).exp_()
+                grad = logits.mul_((scale * weights[part]).unsqueeze(1))
                 if own:
-                    grad.scatter_add_(1, index.unsqueeze(1), -held.float().unsqueeze(1))
-                grad = grad.mul_(weights[part].unsqueeze(1)).to(weight.dtype)
+                    grad.scatter_add_(1, index.unsqueeze(1), -(held * weights[part]).unsqueeze(1))
+                grad = grad.to(weight.dtype)
                 torch.mm(grad, used, out=dx[part])
-                dw[:own] += grad.t() @ x[part]
+                if dw.dtype == grad.dtype:
+                    dw[:own].addmm_(grad.t(), x[part])
+                else:
+                    dw[:own] += grad.t() @ x[part]
         total = torch.dot(losses, weights)
         if backward_follows:
             dx = dx.view_as(whole)
@@ -71,7 +74,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, dw = ctx.saved_tensors
-        return dx * grad, dw * grad, None, None, None, None, None, None
+        return dx.mul_(grad), dw.mul_(grad), None, None, None, None, None, None
 
 
 def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:
@@ -90,21 +93,22 @@ def _own_labels(labels: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
 
 
 def _losses(logits: Tensor, index: Tensor, held: Tensor, ranks: TensorGroup) -> tuple[Tensor, Tensor]:
-    """(cross entropy, logarithm of the sum of exponentials), each float32 [rows], over the columns of all ranks.
+    """(cross entropy over the columns of all ranks, what makes softmax of the new logits), each float32 [rows].
 
-    One collective: each rank's maximum, its sum of exponentials below that, and the label's logit.
+    Logits become exponentials, below this rank's maximum. One collective: each rank's maximum, its sum of exponentials
+    and the label's logit.
     """
     if logits.shape[1]:
-        largest = logits.amax(1)
-        exponentials = (logits - largest.unsqueeze(1)).exp_().sum(1)
+        own_largest = logits.amax(1)
         picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~held, 0)
+        exponentials = logits.sub_(own_largest.unsqueeze(1)).exp_().sum(1)
     else:  # nothing but padding on this rank
-        largest = logits.new_full((len(logits),), -torch.inf)
+        own_largest = logits.new_full((len(logits),), -torch.inf)
         exponentials = picked = logits.new_zeros(len(logits))
+    largest = own_largest
     if ranks.group:
-        all_ranks = comm.gathered(torch.stack((largest, exponentials, picked)), ranks.group).view(ranks.size, 3, -1)
+        all_ranks = comm.gathered(torch.stack((own_largest, exponentials, picked)), ranks.group).view(ranks.size, 3, -1)
         largest = all_ranks[:, 0].amax(0)
         exponentials = (all_ranks[:, 1] * (all_ranks[:, 0] - largest).exp()).sum(0)
         picked = all_ranks[:, 2].sum(0)
-    log_sum = largest + exponentials.log()
-    return log_sum - picked, log_sum
+    return largest + exponentials.log() - picked, (own_largest - largest).exp_() / exponentials

@@ -90,8 +90,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         mixed = self.linear_qkv(x)
         mixed = mixed.unflatten(-1, (self.kv_heads, self.group + 2, self.head_dim))
-        q = mixed[..., : self.group, :].flatten(2, 3)
-        k, v = mixed[..., self.group, :], mixed[..., self.group + 1, :]
+        # One cut, whose gradient is one concatenation; that of a slice is as large as the whole.
+        q, k, v = (part.flatten(2, 3) for part in mixed.split((self.group, 1, 1), -2))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if run.rotary is not None:
@@ -121,8 +121,11 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
-        dgate = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.cat((dgate, F.silu(gate).mul_(grad)), -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
+        torch.mul(F.silu(gate), grad, out=dup)
+        return dx
 
 
 ACTIVATIONS: dict[str, Made] = {
@@ -153,7 +156,7 @@ class MLP(nn.Module):
         """[..., gate then up] or [..., ffn] -> [..., ffn]."""
         if not self.gated:
             return self.activation(x)
-        if self.activation is F.silu:
+        if self.activation is F.silu and not torch.compiler.is_compiling():
             activated: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
             return activated
         gate, up = x.chunk(2, -1)

@@ -1,6 +1,7 @@
 """Rotary positions: the angles of a configuration, scaled or not, and the rotation of heads by halves."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,33 @@ class Rotary:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [sequence, batch, heads, head_dim]: its first elements in two halves, each pair turned; the rest stays."""
+    if torch.compiler.is_compiling():
+        half = cos.shape[-1]
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    turned: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Turn(torch.autograd.Function):
+    """What a compiler makes of the formula: no copies in between, and backward is a turn the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    out = x.new_empty(x.shape)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out

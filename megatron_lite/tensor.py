@@ -134,7 +134,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(epsilon))
         ctx.save_for_backward(x, weight, inverse)
         normed: Tensor = (wide * inverse).mul_(weight).to(x.dtype)
         return normed
@@ -142,11 +143,12 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed, grad = x.float() * inverse, grad.float()
-        dweight = (grad * normed).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
-        grad = grad * weight
-        along = (grad * normed).mean(-1, keepdim=True)
-        return (grad - normed * along).mul_(inverse).to(x.dtype), dweight, None
+        normed, grad, wide = x.float() * inverse, grad.float(), weight.float()
+        along_each = grad * normed
+        dweight = along_each.sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        along = (along_each @ wide).div_(x.shape[-1]).unsqueeze(-1)
+        dx = (grad * wide).addcmul_(normed, along, value=-1).mul_(inverse)
+        return dx.to(x.dtype), dweight, None
 
 
 class NormColumnLinear(nn.Module):
