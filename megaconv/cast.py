@@ -8,8 +8,8 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.errors import UsageError
-from megaconv.ir import WEIGHT, Header, Key, Source, TensorInfo
-from megaconv.training import EXP_AVG, MASTER
+from megaconv.ir import WEIGHT, Header, Key, Source, TensorInfo, is_trained
+from megaconv.training import MASTER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What --dtype accepts; the full names are accepted too."""
@@ -81,7 +81,7 @@ class CastSource:
             if key.slot == WEIGHT:
                 dtype = self._dtype(key, info.dtype)
                 yield key, key if dtype == info.dtype else best, dtype
-                if dtype != "float32" and manifest[best].dtype == "float32" and Key(key.name, EXP_AVG) in manifest:
+                if dtype != "float32" and manifest[best].dtype == "float32" and is_trained(key.name, manifest):
                     yield master, best, "float32"
             elif key.slot != MASTER:
                 yield key, key, info.dtype

@@ -5,7 +5,7 @@ whole, unpadded, [out, in]. A slot says what a tensor is of its parameter: the w
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from formats.tensor import LazyTensor, Shape, byte_count
 from megaconv.config import ModelConfig
 from megaconv.layout import Layout
-from megaconv.training import TrainingState
+from megaconv.training import ADAM, SGD, TrainingState
 
 WEIGHT = "weight"
 
@@ -27,6 +27,11 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.slot == WEIGHT else f"{self.name} ({self.slot})"
+
+
+def is_trained(name: str, manifest: Container[Key]) -> bool:
+    """Whether there is an optimizer's state of this tensor."""
+    return any(Key(name, kind[0]) in manifest for kind in (ADAM, SGD))
 
 
 class TensorInfo(NamedTuple):

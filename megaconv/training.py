@@ -5,6 +5,7 @@ The optimizer's tensors are slots of the parameters (see ir.Key), fp32, shaped l
     master          the fp32 copy that is trained where the weights are 16 bits wide; an fp32 weight is its own master
     exp_avg         first moment of Adam
     exp_avg_sq      second moment
+    momentum_buffer momentum of SGD, which has these alone
 """
 
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from typing import Any
 MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
-MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-SLOTS = (MASTER, *MOMENTS)
+MOMENTUM = "momentum_buffer"
+ADAM, SGD = (EXP_AVG, EXP_AVG_SQ), (MOMENTUM,)
+"""What either keeps of every parameter."""
+SLOTS = (MASTER, *ADAM, *SGD)
 """The optimizer's, in the order in which a parameter's tensors are streamed, behind its weight."""
 
 

@@ -24,9 +24,6 @@ from megatron_lite.placement import Place, Shard, flat_shards, places, shards
 NAMING = "core"
 """Of the engine's parameters."""
 
-STATE_KEYS = {"master": "param"}
-"""What torch_dist calls a slot, where it isn't called so anyway."""
-
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
@@ -72,10 +69,19 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     engine.finish()
     found = tuple(_dist_shards(engine, chunk_places(engine), with_optimizer))
     objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
-    if with_optimizer:
-        optimizer = common["optimizer"] | {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
-        common = {**common, "optimizer": optimizer, "content_metadata": dict(SHARDING)}
+    common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     return Snapshot(common["iteration"], common, found, objects)
+
+
+def _dist_form(engine: Engine, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What common.pt says of the optimizer: Megatron's distributed one is Adam's alone, SGD has the form of its others."""
+    if not _is_sgd(engine):
+        told = {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
+        return {"optimizer": {**optimizer, **told}, "content_metadata": dict(SHARDING)}
+    inner = {"state": {}, **optimizer["optimizer"]}
+    content = {name: value for name, value in SHARDING.items() if not name.startswith("distrib")}
+    in_fp32 = engine.dtype == torch.float32
+    return {"optimizer": inner if in_fp32 else {**optimizer, "optimizer": inner}, "content_metadata": content}
 
 
 def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer: bool) -> Iterator[Shard]:
@@ -90,9 +96,24 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     for number, owned in enumerate(engine.optimizer.ranges()):
         place = placed[owned.chunk][owned.name]
         if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or number % grid.dp == grid.dp_rank):
-            for slot, flat in owned.tensors.items():
-                key = f"optimizer.state.{STATE_KEYS.get(slot, slot)}.{place.key}"
+            for slot, flat in _stored(engine, owned.tensors):
+                key = f"optimizer.state.{slot}.{place.key}"
                 yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
+
+
+def _is_sgd(engine: Engine) -> bool:
+    return engine.optimizer is not None and engine.optimizer.options.kind == "sgd"
+
+
+def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Under the names of torch_dist."""
+    for slot, flat in tensors.items():
+        if slot != "master":
+            yield slot, flat
+        elif not _is_sgd(engine):
+            yield "param", flat
+        elif engine.dtype != torch.float32:
+            yield "fp32_param", flat
 
 
 def _is_ours(place: Place, tp_rank: int) -> bool:
@@ -197,9 +218,10 @@ def _optimizer_state(
         {**group, "params": [numbers[key] for key in keys]}
         for group, keys in zip(groups["optimizer"]["param_groups"], by_group, strict=True)
     ]
-    step = torch.tensor(float(param_groups[0]["step"]))
+    counter = {"step": torch.tensor(float(param_groups[0]["step"]))}
     state = {
-        numbers[key]: {slot: tensor for slot, tensor in slots[key].items() if slot != "master"} | {"step": step}
+        numbers[key]: {slot: tensor for slot, tensor in slots[key].items() if slot != "master"}
+        | (counter if "exp_avg" in slots[key] else {})
         for keys in by_group
         for key in keys
     }

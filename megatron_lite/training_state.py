@@ -98,10 +98,15 @@ def _plain_settings(settings: Settings) -> dict[str, Any]:
 def param_groups(settings: Settings, progress: Progress, rates: tuple[float, float]) -> list[dict[str, Any]]:
     """The two groups that Megatron has: with weight decay, and without (norms and biases)."""
     lr, decay = rates
+    chosen = settings.optimizer
+    own: dict[str, Any] = {
+        "bias_correction": True, "betas": (chosen.adam_beta1, chosen.adam_beta2), "eps": chosen.adam_eps
+    }  # fmt: skip
+    if chosen.optimizer == "sgd":
+        own = {"momentum": chosen.sgd_momentum, "dampening": 0.0, "nesterov": False}
     shared = {
-        "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": settings.optimizer.lr, "min_lr": settings.optimizer.min_lr, "lr": lr,
-        "bias_correction": True, "betas": (settings.optimizer.adam_beta1, settings.optimizer.adam_beta2),
-        "eps": settings.optimizer.adam_eps, "step": progress.updates,
+        "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "lr": lr,
+        "step": progress.updates, **own,
     }  # fmt: skip
     return [
         {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult}

@@ -16,7 +16,7 @@ SCHEDULER = {
 
 
 def write_trained_llama(
-    path: Path, *, dtype: str = "bfloat16", layers: int = 4, tied: bool = True, **sizes: Any
+    path: Path, *, kind: str = "adam", dtype: str = "bfloat16", layers: int = 4, tied: bool = True, **sizes: Any
 ) -> Path:
     """A Megatron checkpoint of one rank (local layers) with an optimizer three steps old."""
     hf = write_llama(path.parent / f"{path.name}-hf", layers=layers, tied=tied, dtype=dtype, **sizes)
@@ -24,9 +24,10 @@ def write_trained_llama(
     (file,) = path.glob("*/mp_rank_00/model_optim_rng.pt")
     state = load(file)
     weights = {name: tensor for name, tensor in state["model"].items() if isinstance(tensor, torch.Tensor)}
-    state["optimizer"] = trained(weights, float16=dtype != "float32")
+    state["optimizer"] = trained(weights, kind=kind, float16=dtype != "float32")
     state["opt_param_scheduler"] = dict(SCHEDULER)
     state["args"].lr, state["args"].min_lr, state["args"].weight_decay = 0.01, 0.001, 0.1
+    state["args"].optimizer, state["args"].sgd_momentum = kind, 0.9
     torch.save(state, file)
     return path
 
@@ -37,7 +38,7 @@ def load(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def trained(weights: dict[str, torch.Tensor], *, float16: bool) -> dict[str, Any]:
+def trained(weights: dict[str, torch.Tensor], *, float16: bool, kind: str = "adam") -> dict[str, Any]:
     """Train fp32 copies for three steps; the weights become what these are then. In the form of Megatron core 0.16."""
     generator = torch.Generator().manual_seed(9)
     masters = {name: tensor.float().clone() for name, tensor in weights.items()}
@@ -45,7 +46,9 @@ def trained(weights: dict[str, torch.Tensor], *, float16: bool) -> dict[str, Any
         {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": 0.1, "wd_mult": 1.0},
         {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0, "wd_mult": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01)
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
     for _ in range(3):
         for master in masters.values():
             master.grad = torch.randn(master.shape, generator=generator) * 1e-3

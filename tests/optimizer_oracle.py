@@ -121,6 +121,12 @@ def adamw(
     master.addcdiv_(first / (1 - beta1**count), scale, value=-group["lr"])
 
 
+def sgd(master: "torch.Tensor", momentum: "torch.Tensor", gradients: "torch.Tensor", group: Any) -> None:
+    """One step in place, by the book."""
+    momentum.mul_(group["momentum"]).add_(gradients).add_(master, alpha=group["weight_decay"])
+    master.add_(momentum, alpha=-group["lr"])
+
+
 def take_step(rank: int, checkpoint: Path, target: Path) -> None:
     version = version_directory(checkpoint)
     args = read_rank_file(min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")]))["args"]
@@ -213,8 +219,9 @@ def build_optimizer(args: Namespace, chunks: list[Any]) -> Any:
         core.Adam = distrib_optimizer.Adam = stand_in()
         core.USING_PYTORCH_OPTIMIZER, distrib_optimizer.HAVE_APEX_OR_TE = False, True
     config = OptimizerConfig(
-        optimizer="adam", lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay, bf16=args.bf16, fp16=args.fp16,
-        params_dtype=args.params_dtype, use_distributed_optimizer=args.use_distributed_optimizer,
+        optimizer=args.optimizer, sgd_momentum=getattr(args, "sgd_momentum", 0.9), lr=args.lr, min_lr=args.min_lr,
+        weight_decay=args.weight_decay, bf16=args.bf16, fp16=args.fp16, params_dtype=args.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer,
     )  # fmt: skip
     return core.get_megatron_optimizer(config, chunks)
 

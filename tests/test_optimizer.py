@@ -18,11 +18,11 @@ from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch, UsageError
 from megaconv.ir import Key
 from megaconv.megatron.optimizer_buffers import BufferParameter, fill, gaps
-from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
+from megaconv.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import read_rank_file
 from tests.optimizer_models import SCHEDULER, load, trained, write_trained_llama
-from tests.optimizer_oracle import adamw, gradient, step
+from tests.optimizer_oracle import adamw, gradient, sgd, step
 from tests.put_together import assert_holds, assert_holds_optimizer, rank_files
 from tests.runs import assert_refused, run, unchanged
 
@@ -119,6 +119,27 @@ def test_buffers_are_laid_out_as_in_the_files_of_megatron() -> None:
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trained_llama(tmp_path_factory.mktemp("trained") / "tied")
+
+
+@pytest.fixture(scope="module")
+def sgd_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained_llama(tmp_path_factory.mktemp("trained") / "sgd", kind="sgd")
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist", "zarr"])
+def test_momentum_of_sgd_arrives_bit_for_bit(sgd_trained: Path, ckpt_format: str, tmp_path: Path) -> None:
+    megaconv.convert(sgd_trained, tmp_path / "out", saver="core", tp=2, pp=2, ckpt_format=ckpt_format)
+    megaconv.convert(tmp_path / "out", tmp_path / "back", saver="core", transformer_impl="local", tp=1, pp=1)
+    assert prints(tmp_path / "out") == prints(tmp_path / "back") == prints(sgd_trained)
+    assert {key.slot for key in megaconv.open(tmp_path / "out").slots} == {MASTER, *SGD}
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_the_distributed_optimizer_is_adams_alone(sgd_trained: Path, ckpt_format: str, tmp_path: Path) -> None:
+    with unchanged(tmp_path), pytest.raises(UsageError, match="was trained with SGD"):
+        megaconv.convert(
+            sgd_trained, tmp_path / "out", saver="core", ckpt_format=ckpt_format, distributed_optimizer=True
+        )
 
 
 LAYOUTS = st.fixed_dictionaries(
@@ -269,7 +290,9 @@ SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tra
 
 
 @pytest.mark.oracle
-def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(tied: Path, tmp_path: Path) -> None:
+def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
+    tied: Path, sgd_trained: Path, tmp_path: Path
+) -> None:
     """What megatron-core loads, steps and saves, bit for bit the same at two layouts, is what AdamW makes of the source."""
     cases: dict[str, tuple[Path, dict[str, Any]]] = {
         "plain": (source_of(PLAIN), {"tp": 1, "pp": 2}),
@@ -282,6 +305,7 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(tie
         "torch_dist, plain": (source_of(PLAIN), {"tp": 2, "ckpt_format": "torch_dist", "distributed_optimizer": False}),
         "torch_dist, experts": (source_of(MIXTURE), {"tp": 2, "ep": 2, "ckpt_format": "torch_dist"}),
         "tied": (tied, {"tp": 1, "pp": 2, "vpp": 2}),
+        "sgd": (sgd_trained, {"tp": 2, "pp": 2}),
         "tied, distributed": (tied, {"tp": 2, "pp": 2, "distributed_optimizer": True}),
     }
     for name, (source, options) in cases.items():
@@ -293,13 +317,19 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(tie
 
 
 def assert_one_step(before: Any, after: Any, case: str) -> None:
-    """AdamW on the full tensors; sums of two fp32 products may be rounded once or twice."""
+    """AdamW (or SGD) on the full tensors; sums of two fp32 products may be rounded once or twice."""
     state = before.header.training.optimizer
-    assert after.header.training.optimizer.step == state.step + 1, case
+    kept = ADAM if any(key.slot in ADAM for key in before.slots) else SGD
+    if kept == ADAM:  # with SGD nothing counts the steps
+        assert after.header.training.optimizer.step == state.step + 1, case
     for name, weight in before.tensors.items():
-        found = [values(before.slots.get(Key(name, slot), weight)).clone() for slot in (MASTER, EXP_AVG, EXP_AVG_SQ)]
-        adamw(*found, gradient(found[0]), state.step + 1, state.groups[state.group_of[name]].settings)
-        for slot, wanted in zip((MASTER, EXP_AVG, EXP_AVG_SQ), found, strict=True):
+        found = [values(before.slots.get(Key(name, slot), weight)).clone() for slot in (MASTER, *kept)]
+        group = state.groups[state.group_of[name]].settings
+        if kept == ADAM:
+            adamw(*found, gradient(found[0]), state.step + 1, group)
+        else:
+            sgd(*found, gradient(found[0]), group)
+        for slot, wanted in zip((MASTER, *kept), found, strict=True):
             stepped = values(after.slots.get(Key(name, slot), after.tensors[name]))
             assert torch.allclose(stepped, wanted, rtol=2e-6, atol=1e-8), f"{case}: {name} {slot}"
 
@@ -419,7 +449,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], type[CheckpointErro
         lambda state: state["optimizer"]["optimizer"]["state"][1].update(exp_avg=torch.zeros(3)), TensorMismatch, "linear_proj",
     ),
     "another optimizer": (
-        lambda state: state["optimizer"]["optimizer"]["state"].update({0: {"momentum_buffer": torch.zeros(2)}}), NotExpressible, "Adam",
+        lambda state: state["optimizer"]["optimizer"]["state"].update({0: {"exp_avg_sq_row": torch.zeros(2)}}), NotExpressible, "Adam",
     ),
     "different steps": (
         lambda state: state["optimizer"]["optimizer"]["state"][1].update(step=torch.tensor(9.0)), TensorMismatch, "9 times",

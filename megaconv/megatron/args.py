@@ -20,7 +20,7 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 
 OPTIMIZATION = (
     "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
-    "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style", "lr_decay_iters",
+    "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "lr_decay_style", "lr_decay_iters",
     "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "train_iters", "train_samples",
     "global_batch_size", "micro_batch_size", "seed", "loss_scale", "initial_loss_scale",
     "accumulate_allreduce_grads_in_fp32",

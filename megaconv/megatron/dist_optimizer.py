@@ -38,18 +38,19 @@ from megaconv.megatron.param_groups import class_of, group_class, read_group
 from megaconv.megatron.rank_optimizer import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
 from megaconv.megatron.rank_states import RankId
 from megaconv.natives import NativeTensor, native_tensors
-from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState, ParamGroup
+from megaconv.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
 
 _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.+)")
-_FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq)")
+_KEPT = "|".join((*ADAM, *SGD))
+_STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|{_KEPT})\.(.+)")
+_FSDP_STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(.+)\.({_KEPT})")
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
 _BUCKET = re.compile(
     r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
 _OBJECT = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
-_SLOTS = {"fp32_param": MASTER, "param": MASTER, EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
+_MASTERS = ("fp32_param", "param")
 
 
 class Directory(Protocol):
@@ -140,7 +141,7 @@ class DistOptimizer:
         by_slot: dict[str, dict[str, ChunkedTensor]] = {}
         for key, tensor in self.tensors.items():
             if found := _STATE.fullmatch(key):
-                slot, name = _SLOTS[found[1]], found[2]
+                slot, name = MASTER if found[1] in _MASTERS else found[1], found[2]
             elif found := _FSDP_STATE.fullmatch(key):
                 name, slot = found[1], found[2]
             else:
@@ -173,7 +174,8 @@ class DistOptimizer:
     def _slots_of(
         self, name: str, weight: LazyTensor, slots: Mapping[str, Mapping[str, LazyTensor]]
     ) -> dict[str, LazyTensor]:
-        wanted = MOMENTS if weight.dtype == "float32" else (MASTER, *MOMENTS)
+        kept = SGD if slots.keys().isdisjoint(ADAM) and not slots.keys().isdisjoint(SGD) else ADAM
+        wanted = kept if weight.dtype == "float32" else (MASTER, *kept)
         found = {slot: tensor for slot in wanted if (tensor := slots.get(slot, {}).get(name)) is not None}
         missing = [slot for slot in wanted if slot not in found]
         if missing:

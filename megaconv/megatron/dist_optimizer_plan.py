@@ -14,7 +14,7 @@ from megaconv.megatron.optimizer_plan import OptimizerWriter
 from megaconv.megatron.training_output import Carried
 from megaconv.natives import NativeTensor
 from megaconv.options import SaveOptions
-from megaconv.training import EXP_AVG, MASTER, MOMENTS
+from megaconv.training import ADAM, MASTER
 
 _RESHARDABLE = "fully_reshardable"
 
@@ -28,13 +28,13 @@ class OptimizerForm:
 
     def tensors(self, native: NativeTensor) -> Iterator[tuple[str, str]]:
         """(what stands in front of the key, slot) of each tensor that goes with a weight."""
-        if self.writer is None or not self.writer.has(native, EXP_AVG):
+        if self.writer is None or not self.writer.trains(native):
             return
         if self.distributed:  # keeps an fp32 weight a second time
             yield "optimizer.state.param.", MASTER if self.writer.has(native, MASTER) else WEIGHT
         elif self.writer.has(native, MASTER):
             yield "optimizer.state.fp32_param.", MASTER
-        yield from ((f"optimizer.state.{slot}.", slot) for slot in MOMENTS)
+        yield from ((f"optimizer.state.{slot}.", slot) for slot in self.writer.moments)
 
     def state(self) -> Any:
         """What common.pt has under `optimizer`: of several optimizers each by its number."""
@@ -47,7 +47,7 @@ class OptimizerForm:
         groups = {"param_groups": writer.groups(experts)}
         if self.distributed:
             return writer.wrapped(groups, {"param_state_sharding_type": _RESHARDABLE})
-        inner = {"state": {"common_step": writer.counter()}, **groups}
+        inner = {"state": writer.counter("common_step"), **groups}
         return writer.wrapped(inner, {}) if writer.masters else inner
 
     def content(self) -> dict[str, Any]:
@@ -67,4 +67,8 @@ def choose_form(carried: Carried, options: SaveOptions) -> OptimizerForm:
         raise UsageError(
             "--use-distributed-optimizer: zarr checkpoints are written in the form that runs without it load; leave it out"
         )
-    return OptimizerForm(carried.writer, options.distributed_optimizer is not False and options.ckpt_format != "zarr")
+    writer, wanted = carried.writer, options.distributed_optimizer
+    if writer is not None and wanted:
+        writer.require_adam()
+    can = options.ckpt_format != "zarr" and (writer is None or writer.moments == ADAM)
+    return OptimizerForm(writer, can and wanted is not False)

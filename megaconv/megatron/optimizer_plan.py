@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
-from megaconv.errors import NotExpressible
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.ir import WEIGHT, Key, TensorInfo
 from megaconv.megatron.optimizer_buffers import Buffer, BufferParameter, fill, gaps
 from megaconv.megatron.param_groups import is_expert, write_group, write_order
 from megaconv.natives import NativeTensor
-from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, OptimizerState
+from megaconv.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, OptimizerState
 
 _BUFFER_NAMES = {"param": MASTER, EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
 
@@ -89,9 +89,25 @@ class OptimizerWriter:
         """Whether any parameter has one."""
         return any(key.slot == MASTER for key in self.manifest)
 
-    def counter(self) -> Constant:
-        """The step as torch counts it."""
-        return Constant((), "float32", struct.pack("<f", self.state.step or 0))
+    @cached_property
+    def moments(self) -> tuple[str, ...]:
+        """The slots of every parameter that is trained, besides its master."""
+        return ADAM if any(key.slot == ADAM[0] for key in self.manifest) else SGD
+
+    def trains(self, native: NativeTensor) -> bool:
+        """Whether a native tensor has state. Raises NotExpressible if only a part of it has."""
+        return self.has(native, self.moments[0])
+
+    def require_adam(self) -> None:
+        """Raises UsageError: Megatron's distributed optimizer holds nothing else."""
+        if self.moments != ADAM:
+            raise UsageError(
+                "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
+            )
+
+    def counter(self, name: str) -> dict[str, Constant]:
+        """The step as torch's AdamW counts it; SGD counts none."""
+        return {name: Constant((), "float32", struct.pack("<f", self.state.step or 0))} if self.moments == ADAM else {}
 
     def plain(self, parameters: Sequence[Parameter]) -> Planned:
         """Tensors by parameter: mixed precision, or fp32 where no parameter has a master."""
@@ -104,8 +120,8 @@ class OptimizerWriter:
                 ids = range(len(states), len(states) + len(members))
                 masters.append([])
                 for number, parameter in zip(ids, members, strict=True):
-                    states[number] = {"step": self.counter()}
-                    states[number] |= {slot: self._whole(parameter, slot, planned) for slot in MOMENTS}
+                    states[number] = self.counter("step")
+                    states[number] |= {slot: self._whole(parameter, slot, planned) for slot in self.moments}
                     if self.has(parameter.native, MASTER):
                         masters[-1].append(self._whole(parameter, MASTER, planned))
                 groups.append(self._group(index, experts) | {"params": list(ids)})
@@ -118,6 +134,7 @@ class OptimizerWriter:
 
         gathers_dense: whether this is the first of the expert ranks, which all have the same dense parameters.
         """
+        self.require_adam()
         planned, buffers = Planned([]), list[Any]()
         for number, experts in enumerate(self.optimizers()):
             planned.state.append(self.wrapped({"param_groups": self.groups(experts)}, {}))

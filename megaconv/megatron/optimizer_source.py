@@ -12,14 +12,14 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.assembled import Assembled, Placed, assemble
 from megaconv.check import listing, well_formed
 from megaconv.errors import TensorMismatch
-from megaconv.ir import Key
+from megaconv.ir import Key, is_trained
 from megaconv.megatron.master_check import CheckedMaster
 from megaconv.megatron.names import BUFFERS
 from megaconv.megatron.param_groups import group_class
 from megaconv.megatron.rank_optimizer import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
 from megaconv.megatron.rank_states import RankId, Ranks
 from megaconv.megatron.sizes import Landmarks
-from megaconv.training import EXP_AVG, MASTER, SLOTS, OptimizerState, ParamGroup
+from megaconv.training import MASTER, SLOTS, OptimizerState, ParamGroup
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def assemble_slots(
         boxes = [part.region.box for part in tensor.parts]
         if sum(box.rows * box.cols for box in boxes) != prod(tensor.shape):
             raise TensorMismatch(f"{key}: the rank files hold a part of it only; {WITHOUT}")
-    forgotten = [key.name for key in weights if key.name not in without and Key(key.name, EXP_AVG) not in slots]
+    forgotten = [key.name for key in weights if key.name not in without and not is_trained(key.name, slots)]
     if forgotten:
         raise TensorMismatch(f"the optimizer has no state of {listing(forgotten)}; {WITHOUT}")
     ordered: dict[Key, LazyTensor] = {}

@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "max_lr": None, "min_lr": None, "lr": 0.0, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8,
     "weight_decay": 0.0,
 }  # fmt: skip
-"""What a group needs so that the optimizers of torch, Apex and Transformer Engine can all go on from it."""
+"""What a group of Adam needs so that torch's, Apex's and Transformer Engine's can all go on from it."""
 
 
 class Class(NamedTuple):
@@ -85,4 +85,5 @@ def write_group(group: ParamGroup, *, expert: bool, step: int) -> dict[str, Any]
         "lr_mult": group.lr_mult,
         "is_decoupled_lr": False,  # since 0.16; told by default_config and max_lr
     }
-    return {**identity, **DEFAULTS, **group.settings, "step": step}
+    defaults = {} if "momentum" in group.settings else DEFAULTS
+    return {**identity, **defaults, **group.settings, "step": step}

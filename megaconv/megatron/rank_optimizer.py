@@ -1,6 +1,7 @@
 """The optimizer of one rank file: which of its tensors is what of which parameter.
 
     mixed precision   {"optimizer": {"state": {id: {exp_avg, exp_avg_sq[, step]}}, "param_groups": [{..., "params": ids}]},
+                       (SGD: {id: {momentum_buffer}})
                        "fp32_from_fp16_params": [[master, ...] per group][, "grad_scaler"]}
     fp32              {"state": ..., "param_groups": ...}
     distributed       {"optimizer": {"param_groups": [without ids]}}, the tensors in flat buffers in distrib_optim.pt
@@ -25,7 +26,7 @@ from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.megatron.names import BUFFERS
 from megaconv.megatron.optimizer_buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
 from megaconv.megatron.param_groups import Class, class_of, group_class, is_expert, read_group
-from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ParamGroup
+from megaconv.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
 
 WITHOUT = "--no-optimizer converts the weights alone"
 
@@ -242,15 +243,15 @@ class _Part:
     def _moments(self, state: Any, parameter: Parameter) -> dict[str, LazyTensor]:
         if not state:
             self._fail(f"no state of {parameter.name} (was it never trained?)")
-        unknown = set(state) - {*MOMENTS, "step"}
-        if unknown or not set(MOMENTS) <= set(state):
+        kind = next((kind for kind in (ADAM, SGD) if set(state) - {"step"} == set(kind)), None)
+        if kind is None:
             raise NotExpressible(
                 f"{self.where}: the optimizer's state of {parameter.name} is {', '.join(sorted(map(str, state)))}; "
-                f"only Adam's ({EXP_AVG}, {EXP_AVG_SQ}) is known; {WITHOUT}"
+                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are known; {WITHOUT}"
             )
         if "step" in state:
             self.result.parameter_steps.add(int(number(state["step"])))
-        return {slot: state[slot] for slot in MOMENTS}
+        return {slot: state[slot] for slot in kind}
 
     def _fail(self, what: str) -> NoReturn:
         raise TensorMismatch(f"{self.where}: the optimizer holds {what}; {WITHOUT}")

@@ -25,7 +25,6 @@ from megaconv.natives import NativeTensor, Region, native_tensors
 from megaconv.options import LOSSES, SaveOptions
 from megaconv.plan import OutputPlan, Placement
 from megaconv.sidecars import SIDECAR_DIRECTORY
-from megaconv.training import EXP_AVG
 
 DEFAULT_DIVISOR = 128
 
@@ -210,7 +209,7 @@ class _Planner:
             Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
             for model, natives in models.items()
             for native in _once(natives)
-            if writer.has(native, EXP_AVG)
+            if writer.trains(native)
         ]
         if not self.options.distributed_optimizer:
             return writer.plain(parameters)

@@ -69,10 +69,18 @@ def test_a_run_may_be_killed_at_any_moment(
     assert files(tmp_path / "ckpt") == files(whole / "ckpt")
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 1e9"])
-def test_rank_files_with_a_shared_optimizer_bring_back_every_bit(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--ckpt-format torch --optimizer sgd",
+        "--ckpt-format torch --bf16",
+        "--ckpt-format torch --fp16 --initial-loss-scale 1e9",
+        "--ckpt-format torch_dist --bf16 --optimizer sgd",
+    ],
+)
+def test_a_shared_optimizer_comes_back_with_every_bit(how: str, tmp_path: Path) -> None:
     """fp16: the loss scale is still falling when the run stops, and goes on to."""
-    words = f"--hidden-dropout 0.1 --attention-dropout 0.1 --use-distributed-optimizer --ckpt-format torch {precision}"
+    words = f"--hidden-dropout 0.1 --attention-dropout 0.1 --use-distributed-optimizer {how}"
     command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --resume {words}"
     train(tmp_path / "whole", 2, command)
     train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
