@@ -1,8 +1,3 @@
-"""The version of this installation."""
+"""The version, which pyproject.toml takes from here: looking it up among installed packages takes longer than reading this."""
 
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    __version__ = version("megaconv")
-except PackageNotFoundError:  # run from a source tree that isn't installed
-    __version__ = "0+source"
+__version__ = "0.1.0"
