@@ -17,6 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megaconv.errors import UsageError
 from megatron_lite.config import Parallel
 
+OLDEST_TORCH = (2, 7)
+"""Whose autograd goes backward from an edge of the graph, so that a stage needn't keep what it sent."""
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
@@ -43,7 +46,11 @@ def rank() -> int:
 
 
 def start(parallel: Parallel) -> Place:
-    """Join the other processes. Raises UsageError for a backend that can't work here."""
+    """Join the other processes. Raises UsageError for a backend that can't work here, and for a torch that is too old."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        raise UsageError(
+            f"the trainer needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer, found {torch.__version__}"
+        )
     device = _device(parallel)
     if device.type == "cpu":
         keep_freed_memory()

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaconv.config import ModelConfig
 from megaconv.errors import CheckpointError, LayoutError, UsageError
 from megatron_lite.architecture import check_against, model_from_flags
 from megatron_lite.arguments import NOT_YET, WITHOUT_EFFECT, flag_table, make_parser, parse
-from megatron_lite.config import flags
+from megatron_lite.config import Parallel, flags
+from megatron_lite.launch import start
 from megatron_lite.options import ModelOptions
 from megatron_lite.sizes import Sizes, work_out
 
@@ -32,6 +34,12 @@ def sizes(text: str, world: int) -> Sizes:
     found = settings(f"{LLAMA} {text}")
     options = ModelOptions(sequence_parallel=found.parallel.sequence_parallel)
     return work_out(found, model_from_flags(found, 100), options, world)
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    with pytest.raises(UsageError, match=r"needs torch 2\.7 or newer, found 2\.6\.0\+cpu"):
+        start(Parallel())
 
 
 def test_every_flag_is_documented_as_help_says_it() -> None:
