@@ -40,6 +40,12 @@ class Part:
             for part, row in paired_rows(self.region.pairs, down, down + wanted.rows):
                 self._read_pairs(part, row, wanted, out[part.start - down : part.stop - down])
             return
+        if self.region.halves:
+            col = self.region.col + right
+            for every_second, row in halved_rows(self.region.box.rows, down, down + wanted.rows):
+                rows, row = out[every_second], self.region.row + row
+                self.source.read_into(Box(row, row + len(rows), col, col + wanted.cols), rows)
+            return
         if self.region.row_step > 1:
             self._read_apart(down, right, wanted, out)
             return
@@ -144,6 +150,17 @@ def _paired_row(head_dim: int, row: int) -> int:
     head, inner = divmod(row, head_dim)
     half, index = divmod(inner, head_dim // 2)
     return head * head_dim + 2 * index + half
+
+
+def halved_rows(rows: int, start: int, stop: int) -> Iterator[tuple[slice, int]]:
+    """(every second of rows start to stop, counted from start; their first row in the native tensor), for either half.
+
+    rows: of the whole region of halves.
+    """
+    for half in (0, 1):
+        first = start + (half - start) % 2
+        if first < stop:
+            yield slice(first - start, stop - start, 2), half * rows // 2 + first // 2
 
 
 def overlap(left: Box, right: Box) -> Box | None:

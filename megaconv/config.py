@@ -31,9 +31,13 @@ class ModelConfig:
     normalization: str = "RMSNorm"
     """`RMSNorm`, or `LayerNorm`, which has biases."""
     activation: str = "silu"
-    """Of the MLP: `silu`, `relu`, `gelu` (exact) or `gelu_tanh` (its approximation)."""
+    """Of the MLP: `silu`, `relu`, `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
     gated: bool = True
     """Whether the MLP multiplies what its activation gives with a second projection."""
+    glu_limit: float | None = None
+    """The first projection is clamped to it from above, the second one from both sides; None: neither."""
+    glu_offset: float = 0.0
+    """Added to the second projection."""
     rotary_percent: float = 1.0
     """The part of a head, from its first element on, that rotates."""
     tie_embeddings: bool = False
@@ -41,6 +45,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
     encoder_layers: int = 0
     """Of an encoder that the decoder attends to; 0 where there is one stack."""
     final_norm: bool = True
@@ -161,6 +167,7 @@ STRUCTURE = (
     "o_bias",
     "mlp_bias",
     "qk_norm",
+    "sinks",
     "experts",
     "moe_layers",
     "shared_gate",

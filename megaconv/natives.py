@@ -14,6 +14,7 @@ from megaconv.errors import NotExpressible
 from megaconv.layout import Chunk, Layout, divide
 from megaconv.table import (
     Fused,
+    Halves,
     OtherAxis,
     RotaryPairs,
     Row,
@@ -35,6 +36,7 @@ class Region:
     Untransposed rectangles are as wide as the native tensor. transposed: the rectangle's rows are native columns.
     pairs > 0: rows come in heads of that many, from a head's first row on; the native tensor has row i of a head's first
     half and row i of its second one after the other (Meta's rotary order).
+    halves: the rectangle's rows alternate between the two halves of as many native rows, its first row in the first half.
     row_step: how far its rows lie apart in the native tensor; more than 1 only in old files, which are read and not written.
     repeat > 1: the rectangle is a single row that is stored that many times (vocabulary padding).
     """
@@ -44,6 +46,7 @@ class Region:
     col: int = 0
     transposed: bool = False
     pairs: int = 0
+    halves: bool = False
     row_step: int = 1
     repeat: int = 1
 
@@ -193,7 +196,9 @@ def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[Na
             made = _join(fill(native, local_layer, local_expert), joined, their_boxes, groups, row, rank)
             axis = _axis(row, spelling)
             made = replace(made, replicated=axis is None, tp=axis)
-            yield _pair_rows(made, rank.config.head_dim) if index in paired else made
+            if index in paired:
+                made = _rearranged(made, pairs=rank.config.head_dim)
+            yield _rearranged(made, halves=True) if isinstance(spelling, Halves) else made
 
 
 def _cut(row: Row, spelling: Spelling, shape: Shape, rank: _Rank) -> Box:
@@ -215,10 +220,11 @@ def _axis(row: Row, spelling: Spelling) -> int | None:
     return spelling.tp if isinstance(spelling, OtherAxis) else row.tp
 
 
-def _pair_rows(native: NativeTensor, head_dim: int) -> NativeTensor:
-    """Lay each head's two halves out as pairs of rows."""
+def _rearranged(native: NativeTensor, *, pairs: int = 0, halves: bool = False) -> NativeTensor:
+    """The same rows in another order: each head's two halves as pairs of rows, or pairs of rows as two halves."""
     parts = {
-        name: tuple(replace(region, pairs=head_dim) for region in regions) for name, regions in native.parts.items()
+        name: tuple(replace(region, pairs=pairs, halves=halves) for region in regions)
+        for name, regions in native.parts.items()
     }
     return replace(native, parts=parts)
 

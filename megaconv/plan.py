@@ -72,7 +72,7 @@ class OutputPlan:
         }
         places = {
             f"{key.name}/{key.slot}": [
-                [p.file, p.record, p.offset, [[*r.box, r.row, r.repeat, r.pairs] for r in p.regions]]
+                [p.file, p.record, p.offset, [[*r.box, r.row, r.repeat, r.pairs, r.halves] for r in p.regions]]
                 for p in placements
             ]
             for key, placements in self.placements.items()

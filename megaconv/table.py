@@ -80,6 +80,13 @@ class RotaryPairs:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """A canonical tensor whose rows alternate, g0 u0 g1 u1 ..., with every first row above every second one, [g; u]."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class OtherAxis:
     """A tensor that this naming's tensor parallelism cuts along another axis than the row says."""
 
@@ -87,7 +94,7 @@ class OtherAxis:
     tp: int
 
 
-Spelling = str | Fused | Stacked | StackedTransposed | Transposed | RotaryPairs | OtherAxis
+Spelling = str | Fused | Stacked | StackedTransposed | Transposed | RotaryPairs | Halves | OtherAxis
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from isal import isal_zlib
 from formats.output import FileLayout
 from formats.staging import StagedFile, Staging
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks, byte_count, matrix_shape
-from megaconv.assembled import overlap, paired_rows, transpose, window
+from megaconv.assembled import halved_rows, overlap, paired_rows, transpose, window
 from megaconv.errors import Cancelled, CheckpointError
 from megaconv.fingerprints import tensor_hasher
 from megaconv.ir import Key
@@ -245,6 +245,10 @@ class _Target:
                     rows = data[part.start - down : part.stop - down]
                     made = rows if len(rows) == 1 else buffers.paired(rows, region.pairs)
                     self._write(region.row + row, region.col + right, made)
+                continue
+            if region.halves:
+                for every_second, row in halved_rows(region.box.rows, down, down + wanted.rows):
+                    self._write(region.row + row, region.col + right, buffers.contiguous(data[every_second]))
                 continue
             data = buffers.contiguous(data)
             if region.transposed:

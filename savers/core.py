@@ -6,6 +6,7 @@ from dataclasses import replace
 from megaconv.config import ModelConfig
 from megaconv.errors import UsageError
 from megaconv.ir import Header
+from megaconv.megatron.args import has_yarn
 from megaconv.megatron.names import extra_states, module_order
 from megaconv.megatron.rank_plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.options import SaveOptions
@@ -63,3 +64,8 @@ def _warn_of_scaling(config: ModelConfig) -> None:
         )
     if scaling.get("rope_type") == "linear":
         _log.warning("positions are scaled linearly: Megatron-LM's scripts up to core 0.18 ignore that for core models")
+    if has_yarn(config):
+        _log.warning(
+            "positions are scaled by yarn: GPTModel of core 0.16 looks for yarn_* in its configuration, where Megatron-LM's training "
+            "script puts none; set them there from the checkpoint's args of these names"
+        )

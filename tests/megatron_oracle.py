@@ -200,6 +200,7 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     What follows are the command-line flags that a machine without CUDA needs.
     """
     import torch
+    from megatron.core.activations import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
@@ -212,6 +213,7 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        **({"activation_func": quick_gelu, "gated_linear_unit": True} if args.quick_geglu else {}),
         # The fused kernel computes another gelu, so that it is part of the model; for silu it changes nothing.
         "bias_activation_fusion": args.bias_gelu_fusion,
     }
@@ -222,7 +224,11 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "gradient_accumulation_fusion",
     )
     others = {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_token_dispatcher_type": "allgather"}
-    return kind(**known | others | dict.fromkeys(without_cuda, False))
+    config = kind(**known | others | dict.fromkeys(without_cuda, False))
+    # No fields of this release: whoever builds a model with yarn sets them, and GPTModel asks for them.
+    for name in (name for name in vars(args) if name.startswith("yarn_")):
+        setattr(config, name, getattr(args, name))
+    return config
 
 
 def build(args: Namespace, virtual_stage: int | None) -> Any:

@@ -51,6 +51,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     "glm4_moe": {**DEEPSEEK, "num_nextn_predict_layers": 2, "num_key_value_heads": 2},
+    "gpt_oss": EXPERTS,
     "mixtral": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 4},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
@@ -102,9 +103,12 @@ def layouts(draw: Draw, family: str) -> dict[str, Any]:
     found["transformer_impl"] = "local" if local else "transformer_engine"
     if family == "gemma":
         return found
-    ep = draw(st.sampled_from((1, 2, 4)))
+    biased = family == "gpt_oss"  # its experts have biases, and so aren't cut
+    ep = draw(st.sampled_from([size for size in (1, 2, 4) if size >= tp or not biased]))
     found |= {"ep": ep, "grouped_experts": not local and draw(st.booleans())}
-    return found | {"etp": draw(st.sampled_from([size for size in (1, 2) if size <= tp <= size * ep]))}
+    return found | {
+        "etp": draw(st.sampled_from([size for size in ((1,) if biased else (1, 2)) if size <= tp <= size * ep]))
+    }
 
 
 @pytest.mark.parametrize("family", WORDS)
@@ -293,6 +297,9 @@ CASES = [
     Refused(
         "deepseek_v2", {"topk_method": "group_limited_greedy"}, {}, NotExpressible, "ranks groups by their best expert"
     ),
+    Refused("gpt_oss", {}, {"tp": 2, "ep": 2, "etp": 2}, LayoutError, r"\(etp\) = 2 .* have biases.* etp = 1 only"),
+    Refused("gpt_oss", {}, {"tp": 2}, LayoutError, "give --ep tp or more"),
+    Refused("gpt_oss", {"swiglu_alpha": 1.5}, {}, NotExpressible, "swiglu_alpha 1.5"),
     Refused("gemma", {"hidden_act": "relu"}, {}, UnknownFamily, "hidden_act 'relu'"),
     Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
     Refused(
@@ -312,6 +319,7 @@ def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
         "topk_method",
         "hidden_act",
         "use_bidirectional_attention",
+        "swiglu_alpha",
     }
     at_reading = {"architectures", *plain} & set(case.words)
     hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.words)

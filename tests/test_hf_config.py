@@ -27,11 +27,11 @@ from tests.strategies import Draw
 
 Raw = dict[str, Any]
 
-FAMILIES = sorted(name for name, table in families().items() if not table.hf_only and name not in ("bert", "t5"))
+FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
-SCALED = [name for name in LLAMA_LIKE if name != "phi3"]
-"""Phi-3 knows one kind of rope scaling, of its own."""
+SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss")]
+"""Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing."""
 """Families whose config.json has Llama's words."""
 LATENT_WORDS: Raw = {
     "kv_lora_rank": 12,
@@ -52,6 +52,7 @@ EXPERT_WORDS: dict[str, Raw] = {
     "deepseek_v2": LATENT_WORDS,
     "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
     "qwen2_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -82,6 +83,7 @@ EXPERT_WORDS: dict[str, Raw] = {
     },
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 99, "beta_fast": 8.0, "beta_slow": 0.5}
 SCALINGS: dict[str, Raw | None] = {
     "none": None,
     "default": {"rope_type": "default"},
@@ -254,6 +256,10 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
     if config.model_type == "mixtral":
         experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size}
         return experts | {"experts_per_token": config.num_experts_per_tok, "moe_layers": None}
+    if config.model_type == "gpt_oss":
+        biases = {"qkv_bias": config.attention_bias, "mlp_bias": True}
+        experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size, "moe_layers": None}
+        return biases | experts | {"experts_per_token": config.num_experts_per_tok, "glu_limit": config.swiglu_limit}
     if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         moe_layers = [layer for layer in layers if layer >= config.first_k_dense_replace]
         more = {
@@ -340,6 +346,8 @@ TRANSFORMERS_CANNOT = (
     ("glm4_moe", "num_key_value_heads"),
     ("gemma", "num_key_value_heads"),
     ("gemma", "head_dim"),
+    ("gpt_oss", "num_key_value_heads"),
+    ("gpt_oss", "head_dim"),
 )
 
 
@@ -467,7 +475,13 @@ def scalings(draw: Draw) -> Raw | None:
     factor = float(draw(st.integers(1, 64)))
     return draw(
         st.sampled_from(
-            (None, {"rope_type": "linear", "factor": factor}, {"rope_type": "llama3", **LLAMA3, "factor": factor})
+            (
+                None,
+                {"rope_type": "linear", "factor": factor},
+                {"rope_type": "llama3", **LLAMA3, "factor": factor},
+                {"rope_type": "yarn", **YARN, "factor": factor},
+                {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False},
+            )
         )
     )
 
@@ -491,7 +505,7 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     """The model with experts, as its family has them."""
     name, experts, moe_ffn = config.family, draw(st.integers(1, 9)), draw(st.integers(1, 99))
     config = replace(config, experts=experts, experts_per_token=draw(st.integers(1, experts)), moe_ffn=moe_ffn)
-    if name == "mixtral":
+    if name in ("mixtral", "gpt_oss"):
         return replace(config, ffn=moe_ffn)
     if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         first = draw(st.integers(0, config.layers - 1))
@@ -579,10 +593,16 @@ def configs(draw: Draw) -> ModelConfig:
         config = draw(with_experts(config))
     if name == "glm4_moe":
         return replace(config, qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
+    if name == "gpt_oss":
+        experts = {"activation": "quick_gelu", "glu_limit": draw(st.sampled_from((7.0, 5.5))), "glu_offset": 1.0}
+        biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "sinks"), True)
+        scaling = config.rope_scaling or {"rope_type": "yarn", **YARN}  # it is scaled if it says nothing
+        config = replace(config, rope_scaling=scaling, **experts, **biases)
     if name in ("mixtral", "qwen3_moe"):
         window = draw(st.none() | st.integers(1, 99))
         return replace(config, sliding_window=window, qk_norm=name == "qwen3_moe")
-    config = replace(config, qkv_bias=name in ("qwen2", "qwen2_moe"), qk_norm=name == "qwen3")
+    if name != "gpt_oss":
+        config = replace(config, qkv_bias=name in ("qwen2", "qwen2_moe"), qk_norm=name == "qwen3")
     windowed = tuple(sorted(draw(st.sets(st.integers(0, layers - 1)))))
     if not windowed:
         return config
@@ -637,6 +657,7 @@ def found_in_tensors(config: ModelConfig) -> dict[str, Any]:
         "o_bias",
         "mlp_bias",
         "qk_norm",
+        "sinks",
         "gated",
         "experts",
         "moe_layers",
@@ -735,6 +756,16 @@ def test_tensors_are_believed_where_arguments_say_something_else() -> None:
         ({"squared_relu": True}, UnknownFamily, "squared_relu is True"),
         ({"layernorm_zero_centered_gamma": True}, UnknownFamily, "zero-centered"),
         ({"apply_layernorm_1p": True}, UnknownFamily, "zero-centered"),
+        ({"softmax_type": "off-by-one"}, UnknownFamily, "softmax_type is 'off-by-one'"),
+        (
+            {"activation_func_clamp_value": 7.0},
+            UnknownFamily,
+            "as only GPT-OSS has, but differs from it: activation silu",
+        ),
+        ({"glu_linear_offset": 1.0}, UnknownFamily, "as only GPT-OSS has"),
+        ({"quick_geglu": True, "swiglu": False}, UnknownFamily, "differs from it: glu_offset 0"),
+        ({"position_embedding_type": "yarn"}, CorruptCheckpoint, "don't say yarn_rotary_scaling_factor; give --config"),
+        ({"enable_gpt_oss": True}, CorruptCheckpoint, "don't say yarn_rotary_scaling_factor"),
     ],
 )
 def test_arguments_of_another_kind_of_model_are_refused(
@@ -776,16 +807,28 @@ def test_the_true_vocabulary_is_believed_only_if_padding_leads_to_the_rows_there
 # Refusals.
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
-def test_rope_scaling_that_megatron_core_does_not_know_is_refused(kind: str) -> None:
-    config = replace(LLAMA, rope_scaling=SCALINGS[kind])
+@pytest.mark.parametrize(
+    "scaling",
+    [SCALINGS["dynamic"], {"rope_type": "yarn", **YARN, "attention_factor": 1.5}, {"rope_type": "longrope"}],
+    ids=str,
+)
+def test_rope_scaling_that_megatron_core_does_not_know_is_refused(scaling: Raw) -> None:
+    config = replace(LLAMA, rope_scaling=scaling)
     with pytest.raises(
         NotExpressible,
-        match=f"rope scaling .*{kind}.* has no equivalent in Megatron core; with --allow-lossy rope_scaling",
+        match=f"rope scaling .*{scaling['rope_type']}.* has no equivalent in Megatron core; with --allow-lossy rope_scaling",
     ):
         arguments(config)
     lossy = arguments(config, allow_lossy=True)
     assert (lossy["use_rope_scaling"], lossy["rotary_seq_len_interpolation_factor"]) == (False, None)
+    assert lossy["position_embedding_type"] == "rope"
+
+
+@pytest.mark.parametrize("changed", [{"rotary_percent": 0.5}, {}])
+def test_yarn_is_for_core_models_whose_whole_heads_rotate(changed: Raw) -> None:
+    config = replace(LLAMA, rope_scaling=SCALINGS["yarn"], **changed)
+    with pytest.raises(NotExpressible, match="yarn"):
+        arguments(config, legacy=not changed)
 
 
 @pytest.mark.parametrize(
@@ -810,8 +853,8 @@ def test_incomplete_rope_scaling_is_refused_and_no_crash(scaling: Raw) -> None:
 
 
 def test_scaling_that_was_left_out_is_there_again_after_the_way_back(tmp_path: Path) -> None:
-    hf = write_llama(tmp_path / "hf", extra_config={"rope_scaling": SCALINGS["yarn"]})
-    with pytest.raises(NotExpressible, match="yarn"):
+    hf = write_llama(tmp_path / "hf", extra_config={"rope_scaling": SCALINGS["dynamic"]})
+    with pytest.raises(NotExpressible, match="dynamic"):
         convert(hf, tmp_path / "core", "core", ConvertOptions())
     assert not (tmp_path / "core").exists()
     convert(hf, tmp_path / "core", "core", ConvertOptions(save=SaveOptions(allow_lossy=("rope_scaling",))))

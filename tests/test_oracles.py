@@ -135,6 +135,7 @@ DISTRIBUTED = [
     ("mixtral", "tp1 pp1 ep1"),
     ("mixtral", "tp2 pp1 ep4 etp1"),
     ("glm4_moe", "tp1 pp2 ep2"),
+    ("gpt_oss", "tp2 pp1 ep2"),
     ("deepseek_v3", "tp1 pp2 ep2"),
     ("gemma", "tp2 pp2"),
 ]
@@ -173,7 +174,8 @@ def test_the_way_back_needs_nothing_but_the_rank_files(variant: str, references:
     from transformers import AutoConfig
 
     reference = references(variant)
-    shutil.rmtree(to_core(reference.directory, tmp_path / "core", tp=2, pp=2) / "hf")
+    ep = 2 if variant == "gpt_oss" else 1  # its experts have biases, and so aren't cut
+    shutil.rmtree(to_core(reference.directory, tmp_path / "core", tp=2, pp=2, ep=ep) / "hf")
     megaconv.convert(tmp_path / "core", tmp_path / "hf", saver="hf")
     found, expected = load(tmp_path / "hf"), load(reference.directory)
     assert_same_bits(found, expected, torch.float32)

@@ -18,7 +18,7 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
 from megaconv.layout import Chunk, Layout, padded_vocab
 from megaconv.natives import NativeTensor, Region, native_tensors
-from megaconv.table import OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible
+from megaconv.table import Halves, OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible
 from tests.strategies import SPELLED, VARIANTS, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
 
 Labels = dict[str, NDArray[np.int64]]
@@ -51,7 +51,7 @@ def everything(family: str, naming: str = "core") -> ModelConfig:
 
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
-    config = everything(family, "hf" if families()[family].hf_only else "core")
+    config = everything(family)
     if family == "bert":
         return [config, replace(config, post_norm=True)]
     if family == "t5":
@@ -100,6 +100,8 @@ def target(region: Region, joined: NDArray[np.int64]) -> NDArray[np.int64]:
     elif region.pairs:  # a view: head, half, pair, column
         heads = joined[row : row + box.rows].reshape(-1, region.pairs // 2, 2, box.cols)
         return heads.transpose(0, 2, 1, 3)
+    elif region.halves:  # a view: pair, half, column
+        return joined[row : row + box.rows].reshape(2, -1, box.cols).swapaxes(0, 1)
     else:
         found = joined[row : row + box.rows]
     assert (found.shape, region.repeat) == ((box.rows, box.cols), 1)
@@ -147,16 +149,17 @@ def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(families()))
 def test_a_model_with_everything_has_every_row(family: str) -> None:
     configs = every_kind(family)
-    either = [*configs, *(replace(config, q_rank=0) for config in configs)]  # queries made directly, or from a latent vector
+    either = [
+        *configs,
+        *(replace(config, q_rank=0) for config in configs),
+    ]  # queries made directly, or from a latent vector
     for row in families()[family].rows:
         assert any(row.exists(config, layer) for config in either for layer in range(config.layers)), row.canonical
 
 
 def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
     namings = ("hf", "core", "core_local")
-    in_both = [name for name, table in families().items() if not table.hf_only]
-    hf_only = {(name, "hf") for name in families() if name not in in_both}
-    assert {pair for pair in SPELLED if pair[1] in namings} == set(product(in_both, namings)) | hf_only
+    assert {pair for pair in SPELLED if pair[1] in namings} == set(product(families(), namings))
     assert ("llama", "meta") in SPELLED
     assert {("llama", "legacy"), ("gpt2", "legacy")} <= set(SPELLED)
 
@@ -168,7 +171,7 @@ def test_a_row_has_as_many_shapes_and_names_as_canonical_tensors(family: str) ->
         assert len(row.shapes) == count, row.canonical
         for naming in VARIANTS:
             spelling = row.spelling(naming)
-            if isinstance(spelling, (str, RotaryPairs, OtherAxis)):
+            if isinstance(spelling, (str, RotaryPairs, Halves, OtherAxis)):
                 name = spelling if isinstance(spelling, str) else spelling.name
                 assert len(expand(name)) == count, (row.canonical, naming)
 
@@ -332,6 +335,18 @@ def test_stacked_experts_are_transposed_one_under_the_other() -> None:
     for rank, stack in enumerate(stacks):
         assert (stack.shape, stack.view) == ((1, 4), (2, 2))
         assert join(stack, labels).tolist() == [[gates[e][rank, 0], ups[e][rank, 0]] for e in (0, 1)]
+
+
+@pytest.mark.parametrize("naming", ["core", "core_local", "core+grouped"])
+def test_a_gpt_oss_has_its_alternating_gate_and_up_rows_as_two_halves(naming: str) -> None:
+    config = replace(everything("gpt_oss"), experts=1, experts_per_token=1, hidden=1)
+    expert = "experts" if naming == "core+grouped" else "experts.local_experts.0"
+    for kind in ("weight", "bias"):
+        name = f"decoder.layers.1.mlp.{expert}.linear_fc1.{kind}{'0' if naming == 'core+grouped' else ''}"
+        (native,) = only(config, naming, Layout(stage_layers=(2,)), name)
+        labels = labelled(config)
+        gate_up = labels[f"layers.1.mlp.experts.0.gate_up.{kind}"]
+        assert join(native, labels).tolist() == gate_up[[0, 2, 1, 3]].tolist()
 
 
 def test_a_gpt2_keeps_its_weights_transposed_and_q_k_and_v_side_by_side() -> None:

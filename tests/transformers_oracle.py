@@ -47,6 +47,17 @@ LLAMA3: dict[str, Any] = {
 }
 
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+}
+
+
 @dataclass(frozen=True)
 class Variant:
     """A kind of model, and what else its configuration could say: each of these has to give other logits."""
@@ -89,6 +100,7 @@ VARIANTS = {
         rope(5000.0, rope_type="linear", factor=2.5),
         {"no scaling": rope(5000.0), "factor 2": rope(5000.0, rope_type="linear", factor=2.0)},
     ),
+    "llama, yarn": Variant("llama", rope(5000.0, **YARN), {"no scaling": rope(5000.0)}, ("tp2 pp2",)),
     "llama, head_dim of its own": Variant("llama", {"head_dim": 12}),
     "llama, all biases": Variant("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": Variant(
@@ -119,14 +131,13 @@ VARIANTS = {
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
 }
-YARN: dict[str, Any] = {
+GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 4.0,
     "original_max_position_embeddings": 24,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.0,
     "beta_fast": 8.0,
     "beta_slow": 0.5,
+    "truncate": False,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LATENT: dict[str, Any] = {
@@ -169,6 +180,15 @@ MIXTURES = {
     ),
     "deepseek_v3, yarn": Variant(
         "deepseek_v3", {**LATENT, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}, ONE_WITH_EXPERTS
+    ),
+    "gpt_oss": Variant(
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": WINDOW, "swiglu_limit": 0.9,
+         "layer_types": ["sliding_attention", "full_attention"] * 2, **rope(5000.0, **GPT_OSS_YARN)},
+        {"no clamp": {"swiglu_limit": 7.0}, "no scaling": rope(5000.0), "one less": {"sliding_window": WINDOW - 1},
+         "window on the other layers": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+         "rounded range": rope(5000.0, **GPT_OSS_YARN | {"truncate": True})},
+        ("tp1 pp1 ep1", "tp2 pp1 ep2", "tp1 pp2 ep2"),
     ),
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS

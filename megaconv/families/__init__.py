@@ -38,8 +38,6 @@ class Family:
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """What a config.json leaves open and only the names of the tensors beside it tell."""
-    hf_only: str = ""
-    """Why the family has no words but Hugging Face's."""
 
 
 REFUSED = {

@@ -18,6 +18,17 @@ from megaconv.training import TrainingState
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's use_rope_scaling means besides the factor."""
 
+YARN = {
+    "factor": "yarn_rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+}
+"""config.json's words -> those by which GPTModel of core 0.16 asks its configuration for them."""
+YARN_TRUNCATE = "yarn_correction_range_round_to_int"
+
 OPTIMIZATION = (
     "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
     "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "lr_decay_style", "lr_decay_iters",
@@ -53,7 +64,7 @@ def to_arguments(
         | encoder_arguments(config, transformer_impl, legacy=legacy)
         | latent_arguments(config)
         | _experts(config, grouped_experts)
-        | _positions(config, allow_lossy)
+        | _positions(config, allow_lossy, legacy=legacy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
         | _training(config, training, transformer_impl, legacy)
@@ -80,8 +91,12 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": config.mlp_bias,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
+        "softmax_type": "learnable" if config.sinks else "vanilla",
         "swiglu": config.gated and config.activation == "silu",
+        "quick_geglu": config.gated and config.activation == "quick_gelu",
         "gated_linear_unit": config.gated,
+        "glu_linear_offset": config.glu_offset,
+        "activation_func_clamp_value": config.glu_limit,
         "squared_relu": False,
         "openai_gelu": False,
         # The fused kernel computes the approximation: in Megatron this flag is part of what the model is.
@@ -133,7 +148,7 @@ def _window_pattern(config: ModelConfig) -> list[int] | None:
     return [int(layer in config.windowed_layers) for layer in range(config.layers)]
 
 
-def _positions(config: ModelConfig, allow_lossy: bool) -> dict[str, Any]:
+def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
     theta = int(config.rope_theta) if float(config.rope_theta).is_integer() else config.rope_theta
     return {
         "max_position_embeddings": config.max_positions,
@@ -148,10 +163,11 @@ def _positions(config: ModelConfig, allow_lossy: bool) -> dict[str, Any]:
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
-    } | ({} if config.kv_rank else _scaling(config.rope_scaling, allow_lossy))
+    } | ({} if config.kv_rank else _scaling(config, allow_lossy, legacy=legacy))
 
 
-def _scaling(scaling: Mapping[str, Any] | None, allow_lossy: bool) -> dict[str, Any]:
+def _scaling(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
+    scaling = config.rope_scaling
     if scaling is None:
         return {}
     kind = scaling["rope_type"]
@@ -159,12 +175,31 @@ def _scaling(scaling: Mapping[str, Any] | None, allow_lossy: bool) -> dict[str, 
         return {"rotary_seq_len_interpolation_factor": scaling["factor"]}
     if kind == "llama3" and all(float(scaling[name]) == value for name, value in LLAMA3_SCALING.items()):
         return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    if has_yarn(config) and not legacy:
+        return _yarn(scaling, config.max_positions)
     if allow_lossy:
         return {}
     raise NotExpressible(
         f"rope scaling {dict(scaling)} has no equivalent in Megatron core; with --allow-lossy rope_scaling "
         "the output is written without it (its hf/config.json keeps it, so that converting back loses nothing)"
     )
+
+
+def has_yarn(config: ModelConfig) -> bool:
+    """Whether GPTModel's own yarn, which is that of whole heads, scales this model's positions."""
+    scaling = config.rope_scaling or {}
+    others = {name for name, value in scaling.items() if value is not None} - {"rope_type", "truncate", *YARN}
+    return scaling.get("rope_type") == "yarn" and not others and config.rotary_percent == 1.0 and not config.kv_rank
+
+
+def _yarn(scaling: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
+    """What transformers takes a missing word for is said. Both take one mscale without the other for none."""
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": max_positions}
+    said = usual | {name: value for name, value in scaling.items() if value is not None}
+    if not (said.get("mscale") and said.get("mscale_all_dim")):
+        said |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    words = {argument: said[name] for name, argument in YARN.items()}
+    return {"position_embedding_type": "yarn", **words, YARN_TRUNCATE: bool(said.get("truncate", True))}
 
 
 def _vocabulary(config: ModelConfig, divisor: int, padded: int) -> dict[str, Any]:

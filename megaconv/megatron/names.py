@@ -15,7 +15,8 @@ _ORDER = (
     "encoder", "decoder", "mtp", "lm_head", "output_layer", "binary_head", "pooler", "dense", "layer_norm", "layers",
     "enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm",
     "input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm", "mlp",
-    "core_attention", "linear_proj", "linear_q", "linear_kv", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+    "core_attention", "softmax_offset",
+    "linear_proj", "linear_q", "linear_kv", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
     "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",
     "router", "gate_weight", "linear_fc1", "linear_fc2", "experts", "local_experts", "shared_experts",
     "layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "_extra_state",
@@ -47,8 +48,10 @@ def module_order(name: str, words: Sequence[str] = _ORDER) -> tuple[tuple[int, i
 def _word_order(word: str, words: Sequence[str]) -> tuple[int, int]:
     if word.isdigit():
         return 0, int(word)
-    bare = word.rstrip("0123456789")  # grouped experts: weight0, weight1 ...
-    return (words.index(word), 0) if word in words else (words.index(bare), int(word[len(bare) :]))
+    if word in words:
+        return words.index(word), 0
+    bare = word.rstrip("0123456789")  # grouped experts: weight0, bias0, weight1, bias1 ...
+    return words.index("weight"), 2 * int(word[len(bare) :]) + (bare == "bias")
 
 
 _NORMS = tuple(

@@ -86,6 +86,13 @@ def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOpt
         return 1, 1
     ep = options.ep or source.ep
     etp = options.etp or (source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp)
+    if config.mlp_bias:
+        etp = options.etp or 1
+        if etp > 1 or ep < tp:
+            raise LayoutError(
+                f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: this model's experts have biases, "
+                "which Megatron core allows with etp = 1 only; leave --etp out and give --ep tp or more"
+            )
     if etp > tp or tp % etp or etp * ep < tp:
         raise LayoutError(
             f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: Megatron's torch format has a file for every rank "
@@ -108,9 +115,6 @@ def megatron_args(
     header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
 ) -> Namespace:
     """The args to write. Raises NotExpressible for what Megatron has no words for."""
-    reason = family(header.config.family).hf_only
-    if reason:
-        raise NotExpressible(f"a {header.config.family} can't be written for Megatron: {reason}; choose --saver hf")
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
     arguments = to_arguments(
         header.config,

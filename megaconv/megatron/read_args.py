@@ -11,7 +11,7 @@ from typing import Any
 from megaconv.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
 from megaconv.layout import LayerSplit, Layout, split_layers
-from megaconv.megatron.args import LLAMA3_SCALING
+from megaconv.megatron.args import LLAMA3_SCALING, YARN, YARN_TRUNCATE
 from megaconv.megatron.encoder_args import POST_NORM, read_encoder
 from megaconv.megatron.latent_args import read_latent
 
@@ -26,15 +26,18 @@ def from_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = 
     _require_known(args, post_norm=legacy and "head_activation" in found)
     heads = _need(args, "num_attention_heads")
     grouped = getattr(args, "group_query_attention", False)
+    positions = getattr(args, "position_embedding_type", "rope")
     window, pattern = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     fields: dict[str, Any] = {
         "heads": heads,
         "kv_heads": _need(args, "num_query_groups") if grouped else heads,
         "head_dim": getattr(args, "kv_channels", None) or _need(args, "hidden_size") // heads,
         "max_positions": _need(args, "max_position_embeddings"),
-        "positions": getattr(args, "position_embedding_type", "rope").removesuffix("_absolute"),
+        "positions": {"learned_absolute": "learned", "yarn": "rope"}.get(positions, positions),
         "normalization": getattr(args, "normalization", "RMSNorm"),
         "activation": _read_activation(args, found["gated"]),
+        "glu_limit": getattr(args, "activation_func_clamp_value", None),
+        "glu_offset": getattr(args, "glu_linear_offset", None) or 0.0,
         "norm_epsilon": _first(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
         "rope_theta": float(getattr(args, "rotary_base", 10000)),
         "rope_scaling": _read_scaling(args),
@@ -79,7 +82,15 @@ def _read_experts(args: Namespace, layers: int) -> dict[str, Any]:
     }
 
 
+_GPT_OSS = {
+    "positions": "rope", "normalization": "RMSNorm", "activation": "quick_gelu", "gated": True, "glu_offset": 1.0,
+    "sinks": True, "mlp_bias": True,
+}  # fmt: skip
+
+
 def _family(fields: Mapping[str, Any]) -> str:
+    if fields.get("sinks") or fields["activation"] == "quick_gelu" or fields["glu_offset"] or fields["glu_limit"]:
+        return _family_of_sinks(fields)
     llama_like = (
         fields["positions"] == "rope" and fields["normalization"] == "RMSNorm" and fields["activation"] == "silu"
     )
@@ -99,6 +110,17 @@ def _family(fields: Mapping[str, Any]) -> str:
     if fields.get("qkv_bias") and not fields.get("o_bias"):
         return "qwen2"
     return "mistral" if fields.get("sliding_window") and not fields.get("windowed_layers") else "llama"
+
+
+def _family_of_sinks(fields: Mapping[str, Any]) -> str:
+    differs = [f"{name} {fields.get(name)}" for name, value in _GPT_OSS.items() if fields.get(name) != value]
+    differs += [f"no {name}" for name in ("experts", "glu_limit") if not fields.get(name)]
+    if differs or fields.get("kv_rank") or fields["zero_centered_norm"]:
+        what = ", ".join(differs) or "another attention, or other norms"
+        raise UnknownFamily(
+            f"the checkpoint has sinks (softmax_type) or a clamped quick geglu, as only GPT-OSS has, but differs from it: {what}"
+        )
+    return "gpt_oss"
 
 
 _GEMMA = {"positions": "rope", "normalization": "RMSNorm", "activation": "gelu_tanh", "gated": True}
@@ -133,6 +155,8 @@ def _family_of_experts(fields: Mapping[str, Any]) -> str:
 
 
 def _read_activation(args: Namespace, gated: bool) -> str:
+    if gated and getattr(args, "quick_geglu", False):
+        return "quick_gelu"
     if gated and getattr(args, "swiglu", True):
         return "silu"
     return "gelu_tanh" if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False) else "gelu"
@@ -140,7 +164,8 @@ def _read_activation(args: Namespace, gated: bool) -> str:
 
 def _require_known(args: Namespace, *, post_norm: bool) -> None:
     known: dict[str, tuple[Any, ...]] = {
-        "position_embedding_type": ("rope", "learned_absolute", "relative"),
+        "position_embedding_type": ("rope", "yarn", "learned_absolute", "relative"),
+        "softmax_type": ("vanilla", "learnable"),
         "normalization": ("RMSNorm", "LayerNorm"),
         "squared_relu": (False,),
         "rotary_interleaved": (False,),
@@ -157,8 +182,23 @@ def _require_known(args: Namespace, *, post_norm: bool) -> None:
 def _read_scaling(args: Namespace) -> dict[str, Any] | None:
     if getattr(args, "use_rope_scaling", False):
         return {"rope_type": "llama3", "factor": float(getattr(args, "rope_scaling_factor", 8.0)), **LLAMA3_SCALING}
+    if getattr(args, "position_embedding_type", "rope") == "yarn" or getattr(args, "enable_gpt_oss", False):
+        return _read_yarn(args)
     factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
     return {"rope_type": "linear", "factor": float(factor)} if factor else None
+
+
+def _read_yarn(args: Namespace) -> dict[str, Any]:
+    mscales = {name: getattr(args, YARN[name], None) for name in ("mscale", "mscale_all_dim")}
+    if not all(mscales.values()):
+        if mscales["mscale_all_dim"] or mscales["mscale"] not in (None, 1.0):
+            raise UnknownFamily(
+                f"the checkpoint's yarn has one mscale and not the other ({mscales}); no family has that"
+            )
+        mscales = {}
+    others = {name: _need(args, argument) for name, argument in YARN.items() if not name.startswith("mscale")}
+    truncate = {} if getattr(args, YARN_TRUNCATE, True) else {"truncate": False}
+    return {"rope_type": "yarn", **others, **mscales, **truncate}
 
 
 def _need(args: Namespace, name: str) -> Any:

@@ -146,8 +146,9 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
         "tie_embeddings": _is_tied(last, layout, args, names),
         "qkv_bias": names.qkv + ".bias" in attention,
         "o_bias": names.o + ".bias" in attention,
-        "mlp_bias": any(names.fc2 + ".bias" in layer for layer in layers.values()),
+        "mlp_bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
         "qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
+        "sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
         "ffn": getattr(args, "ffn_hidden_size", None) or 0,
     }
