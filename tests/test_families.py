@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -340,6 +341,32 @@ def test_a_gemma_is_told_by_its_arguments_alone(tmp_path: Path) -> None:
     wanted = open_checkpoint(hf).config
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     assert found == replace(wanted, **tokens)
+
+
+def test_a_gpt_oss_is_told_by_its_arguments_and_tensors_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import shutil
+
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "truncate": False}
+    hf = write_model(tmp_path / "hf", "gpt_oss", sliding_window=5, swiglu_limit=3.0, rope_scaling=scaling)
+    megaconv.convert(hf, tmp_path / "core", saver="core", tp=2, ep=2, grouped_experts=True)
+    assert "positions are scaled by yarn" in caplog.text
+    with torch.serialization.safe_globals([Namespace]):
+        rank = torch.load(tmp_path / "core" / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt")
+    # As the modules list them, by which an optimizer numbers them.
+    fc1 = "decoder.layers.2.mlp.experts.linear_fc1."
+    assert [name for name in rank["model"] if name.startswith(fc1)] == [
+        fc1 + name for name in ("weight0", "bias0", "weight1", "bias1", "_extra_state")
+    ]
+    assert rank["model"]["decoder.layers.2.self_attention.core_attention.softmax_offset"].shape == (2,)
+    shutil.rmtree(tmp_path / "core" / "hf")
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf")
+    assert_same(tmp_path / "back", hf)
+    assert open_checkpoint(tmp_path / "back").config == replace(
+        open_checkpoint(hf).config,
+        rope_scaling={**scaling, "beta_fast": 32.0, "beta_slow": 1.0},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def test_the_scale_of_a_gemmas_embedding_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
