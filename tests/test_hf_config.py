@@ -592,12 +592,13 @@ def configs(draw: Draw) -> ModelConfig:
     if name in EXPERT_WORDS:
         config = draw(with_experts(config))
     if name == "glm4_moe":
+        if config.rotary_percent != 1 and (config.rope_scaling or {}).get("rope_type") == "yarn":
+            config = replace(config, rope_scaling=None)  # Megatron's yarn is for whole heads
         return replace(config, qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
     if name == "gpt_oss":
         experts = {"activation": "quick_gelu", "glu_limit": draw(st.sampled_from((7.0, 5.5))), "glu_offset": 1.0}
         biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "sinks"), True)
-        scaling = config.rope_scaling or {"rope_type": "yarn", **YARN}  # it is scaled if it says nothing
-        config = replace(config, rope_scaling=scaling, **experts, **biases)
+        config = replace(config, **experts, **biases)
     if name in ("mixtral", "qwen3_moe"):
         window = draw(st.none() | st.integers(1, 99))
         return replace(config, sliding_window=window, qk_norm=name == "qwen3_moe")

@@ -112,6 +112,7 @@ def write_hf(config: ModelConfig) -> dict[str, Any]:
         "swiglu_limit": config.glu_limit,
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
+        "rope_scaling": dict(config.rope_scaling or {"rope_type": "default"}),
     }
     return write_decoder(config, architecture, "gpt_oss", **words)
 
