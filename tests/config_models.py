@@ -1,0 +1,288 @@
+"""Configurations of every decoder: as config.json says them, and any that may be, for hypothesis."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megaconv.config import ModelConfig
+from megaconv.families import families, family_of_hf
+from tests.strategies import Draw
+
+Raw = dict[str, Any]
+
+FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
+"""Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
+LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
+"""Families whose config.json has Llama's words."""
+SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss")]
+"""Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing."""
+LATENT_WORDS: Raw = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+}
+EXPERT_WORDS: dict[str, Raw] = {
+    "deepseek_v2": LATENT_WORDS,
+    "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0, 2],
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 2.5,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 99, "beta_fast": 8.0, "beta_slow": 0.5}
+SCALINGS: dict[str, Raw | None] = {
+    "none": None,
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", **LLAMA3},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+}
+
+
+def raw_config(name: str, **words: Any) -> Raw:
+    """A complete config.json without words that changed between transformers 4 and 5."""
+    table = families()[name]
+    return {
+        "architectures": [table.architectures[0]],
+        "model_type": table.model_type,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "vocab_size": 131,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **EXPERT_WORDS.get(name, {}),
+        **({"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}),
+        **words,
+    }
+
+
+def raw_gpt2(**words: Any) -> Raw:
+    """A complete config.json of a GPT-2, which has other words."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": 131,
+        "layer_norm_epsilon": 1e-6,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **words,
+    }
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    return family_of_hf(raw, "config.json").read_hf(raw)
+
+
+def in_old_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+    return raw | {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+    }
+
+
+def in_new_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+    return raw | {
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
+        "dtype": "bfloat16",
+    }
+
+
+@st.composite
+def scalings(draw: Draw) -> Raw | None:
+    """What Megatron core has words for."""
+    factor = float(draw(st.integers(1, 64)))
+    return draw(
+        st.sampled_from(
+            (
+                None,
+                {"rope_type": "linear", "factor": factor},
+                {"rope_type": "llama3", **LLAMA3, "factor": factor},
+                {"rope_type": "yarn", **YARN, "factor": factor},
+                {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False},
+            )
+        )
+    )
+
+
+@st.composite
+def gpt2_configs(draw: Draw) -> ModelConfig:
+    heads = draw(st.integers(1, 4))
+    words = {
+        "n_head": heads,
+        "n_embd": heads * draw(st.integers(1, 20)),
+        "n_inner": draw(st.none() | st.integers(1, 99)),
+        "activation_function": draw(st.sampled_from(("gelu_new", "gelu"))),
+        "tie_word_embeddings": draw(st.booleans()),
+        "torch_dtype": draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+    }
+    return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **words))
+
+
+@st.composite
+def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
+    """The model with experts, as its family has them."""
+    name, experts, moe_ffn = config.family, draw(st.integers(1, 9)), draw(st.integers(1, 99))
+    config = replace(config, experts=experts, experts_per_token=draw(st.integers(1, experts)), moe_ffn=moe_ffn)
+    if name in ("mixtral", "gpt_oss"):
+        return replace(config, ffn=moe_ffn)
+    if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        first = draw(st.integers(0, config.layers - 1))
+        config = replace(
+            config,
+            moe_layers=tuple(range(first, config.layers)) if first else None,
+            shared_ffn=moe_ffn * draw(st.integers(0, 3)),
+            router_scale=draw(st.sampled_from((1.0, 2.5))),
+        )
+        if name == "deepseek_v2":
+            return replace(config, renormalize=False)
+        groups, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        if groups > 1:  # Megatron ranks groups as this class does only then
+            config = replace(config, experts=8 * groups, experts_per_token=2 * topk)
+        config = replace(config, router_score="sigmoid", router_bias=True, router_groups=groups, router_group_topk=topk)
+        return replace(config, rotary_percent=draw(st.sampled_from((0.25, 0.5, 1.0)))) if name == "glm4_moe" else config
+    layers = tuple(sorted(draw(st.sets(st.integers(0, config.layers - 1), min_size=1))))
+    config = replace(
+        config, moe_layers=layers if len(layers) < config.layers else None, renormalize=draw(st.booleans())
+    )
+    shared = draw(st.integers(1, 99))
+    return replace(config, shared_ffn=shared, shared_gate=True) if name == "qwen2_moe" else config
+
+
+@st.composite
+def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
+    rope_dim = 2 * draw(st.integers(1, 9))
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 99,
+    }
+    mscales = draw(st.sampled_from(({}, {"mscale": 0.7, "mscale_all_dim": 0.9})))
+    return replace(
+        config,
+        norm_epsilon=1e-6,
+        kv_heads=config.heads,
+        rope_dim=rope_dim,
+        head_dim=rope_dim + draw(st.integers(1, 9)),
+        v_dim=draw(st.integers(1, 9)),
+        kv_rank=draw(st.integers(1, 9)),
+        q_rank=draw(st.integers(0, 9)),
+        rope_scaling=draw(st.sampled_from((None, yarn | mscales))),
+    )
+
+
+@st.composite
+def configs(draw: Draw) -> ModelConfig:
+    """A model that its family's config.json and Megatron's arguments can both describe."""
+    name = draw(st.sampled_from(FAMILIES))
+    if name == "gpt2":
+        return draw(gpt2_configs())
+    layers, kv_heads = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    config = ModelConfig(
+        family=name,
+        layers=layers,
+        hidden=draw(st.integers(1, 99)),
+        heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 50)),
+        ffn=draw(st.integers(1, 99)),
+        vocab=draw(st.integers(1, 999)),
+        max_positions=draw(st.integers(1, 9999)),
+        norm_epsilon=draw(st.sampled_from((1e-5, 1e-6, 3e-7))),
+        rope_theta=draw(st.sampled_from((1e4, 5e5, 1e6, 12345.5))),
+        rope_scaling=draw(scalings()),
+        tie_embeddings=draw(st.booleans()),
+        dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+    )
+    if name == "llama":
+        bias = draw(st.booleans())
+        return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    if name == "gemma":
+        scale = config.hidden**0.5
+        return replace(config, zero_centered_norm=True, activation="gelu_tanh", embedding_scale=scale)
+    if name.startswith("deepseek"):
+        return draw(with_latent_attention(draw(with_experts(config))))
+    if name == "mistral":
+        return replace(config, sliding_window=draw(st.integers(1, 99)))
+    if name == "phi3":
+        return replace(config, sliding_window=draw(st.none() | st.integers(1, 99)), rope_scaling=None)
+    if name in EXPERT_WORDS:
+        config = draw(with_experts(config))
+    if name == "glm4_moe":
+        if config.rotary_percent != 1 and (config.rope_scaling or {}).get("rope_type") == "yarn":
+            config = replace(config, rope_scaling=None)  # Megatron's yarn is for whole heads
+        return replace(config, qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
+    if name == "gpt_oss":
+        experts = {"activation": "quick_gelu", "glu_limit": draw(st.sampled_from((7.0, 5.5))), "glu_offset": 1.0}
+        biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "sinks"), True)
+        config = replace(config, **experts, **biases)
+    if name in ("mixtral", "qwen3_moe"):
+        window = draw(st.none() | st.integers(1, 99))
+        return replace(config, sliding_window=window, qk_norm=name == "qwen3_moe")
+    if name != "gpt_oss":
+        config = replace(config, qkv_bias=name in ("qwen2", "qwen2_moe"), qk_norm=name == "qwen3")
+    windowed = tuple(sorted(draw(st.sets(st.integers(0, layers - 1)))))
+    if not windowed:
+        return config
+    return replace(
+        config, sliding_window=draw(st.integers(1, 99)), windowed_layers=windowed if len(windowed) < layers else None
+    )
+
+
+LLAMA = read(in_old_words(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))
+"""A Llama as Megatron's arguments can describe it: without token ids."""

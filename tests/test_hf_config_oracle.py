@@ -1,0 +1,314 @@
+"""What transformers itself makes of the words of a config.json."""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaconv.config import ModelConfig
+from megaconv.errors import NotExpressible
+from megaconv.families import family
+from tests.config_models import (
+    LLAMA_LIKE,
+    SCALED,
+    SCALINGS,
+    Raw,
+    configs,
+    in_new_words,
+    in_old_words,
+    raw_config,
+    raw_gpt2,
+    read,
+)
+
+NEEDED = (
+    "architectures",
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+
+
+def as_transformers_has_it(raw: Raw) -> Any:
+    """transformers' own reading, as one of our configurations."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**deepcopy({"model_type": raw["model_type"], **raw}))
+    if raw["model_type"] == "gpt2":
+        return gpt2_as_transformers_has_it(config)
+    rope = dict(config.rope_parameters)
+    window = getattr(config, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    latent = latent_as_transformers_has_it(config) if raw["model_type"].startswith("deepseek") else {}
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "max_positions": config.max_position_embeddings,
+        "norm_epsilon": config.rms_norm_eps,
+        "rope_theta": rope.pop("rope_theta"),
+        "rotary_percent": rope.pop("partial_rotary_factor", 1.0),
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "tie_embeddings": config.tie_word_embeddings,
+        "o_bias": getattr(config, "attention_bias", False) and raw["model_type"] != "glm4_moe",
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "windows": windows,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": tuple(config.eos_token_id) if isinstance(config.eos_token_id, list) else config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        **experts_as_transformers_has_them(config),
+        **latent,
+    }
+
+
+def latent_as_transformers_has_it(config: Any) -> Raw:
+    return {
+        "kv_heads": config.num_attention_heads,
+        "head_dim": config.qk_head_dim,
+        "rope_dim": config.qk_rope_head_dim,
+        "v_dim": config.v_head_dim,
+        "kv_rank": config.kv_lora_rank,
+        "q_rank": config.q_lora_rank or 0,
+        "mtp_layers": getattr(config, "num_nextn_predict_layers", 0),
+    }
+
+
+def experts_as_transformers_has_them(config: Any) -> Raw:
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size}
+        return experts | {"experts_per_token": config.num_experts_per_tok, "moe_layers": None}
+    if config.model_type == "gpt_oss":
+        biases = {"qkv_bias": config.attention_bias, "mlp_bias": True}
+        experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size, "moe_layers": None}
+        return biases | experts | {"experts_per_token": config.num_experts_per_tok, "glu_limit": config.swiglu_limit}
+    if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+        moe_layers = [layer for layer in layers if layer >= config.first_k_dense_replace]
+        more = {
+            "experts": config.n_routed_experts,
+            "shared_ffn": config.n_shared_experts * config.moe_intermediate_size,
+            "router_scale": config.routed_scaling_factor,
+            "qkv_bias": config.attention_bias,
+        }
+        if config.model_type != "deepseek_v2":
+            more |= {"router_groups": config.n_group, "router_group_topk": config.topk_group}
+        if config.model_type == "glm4_moe":
+            more |= {"qk_norm": config.use_qk_norm}
+    elif config.model_type in ("qwen2_moe", "qwen3_moe"):
+        dense, step = config.mlp_only_layers, config.decoder_sparse_step
+        moe_layers = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+        more = {"experts": config.num_experts}
+        if config.model_type == "qwen2_moe":
+            more |= {"shared_ffn": config.shared_expert_intermediate_size, "qkv_bias": config.qkv_bias}
+    else:
+        return {}
+    return more | {
+        "experts_per_token": config.num_experts_per_tok,
+        "moe_ffn": config.moe_intermediate_size,
+        "moe_layers": None if len(moe_layers) == len(layers) else tuple(moe_layers),
+        "renormalize": config.norm_topk_prob,
+    }
+
+
+def gpt2_as_transformers_has_it(config: Any) -> Raw:
+    activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+    return {
+        "layers": config.n_layer,
+        "hidden": config.n_embd,
+        "heads": config.n_head,
+        "kv_heads": config.n_head,
+        "head_dim": config.n_embd // config.n_head,
+        "ffn": config.n_inner or 4 * config.n_embd,
+        "vocab": config.vocab_size,
+        "max_positions": config.n_positions,
+        "norm_epsilon": config.layer_norm_epsilon,
+        "activation": activations[config.activation_function],
+        "tie_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": tuple(config.eos_token_id) if isinstance(config.eos_token_id, list) else config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def as_we_have_it(config: ModelConfig) -> dict[str, Any]:
+    """Ours in the same words."""
+    windowed = range(config.layers) if config.windowed_layers is None else config.windowed_layers
+    described = {item: getattr(config, item) for item in vars(config)}
+    described["windows"] = [config.sliding_window if layer in windowed else None for layer in range(config.layers)]
+    return described
+
+
+def assert_read_alike(raw: Raw) -> None:
+    ours, theirs = as_we_have_it(read(raw)), as_transformers_has_it(raw)
+    assert {name: ours[name] for name in theirs} == theirs
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("words", [in_old_words, in_new_words])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_complete_config_is_read_as_transformers_reads_it(name: str, words: Any, scaling: Raw | None) -> None:
+    assert_read_alike(words(raw_config(name, pad_token_id=0, eos_token_id=[2, 7]), 5e5, scaling))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(name: str) -> None:
+    raw = raw_config(name, hidden_size=64, num_attention_heads=32)
+    needed = (*NEEDED, "num_experts_per_tok") if name == "deepseek_v2" else NEEDED
+    assert_read_alike({key: raw[key] for key in needed})
+
+
+TRANSFORMERS_CANNOT = (
+    ("qwen3", "head_dim"),
+    ("mistral", "num_key_value_heads"),
+    ("mixtral", "num_key_value_heads"),
+    ("qwen2_moe", "num_key_value_heads"),
+    ("qwen3_moe", "num_key_value_heads"),
+    ("glm4_moe", "num_key_value_heads"),
+    ("gemma", "num_key_value_heads"),
+    ("gemma", "head_dim"),
+    ("gpt_oss", "num_key_value_heads"),
+    ("gpt_oss", "head_dim"),
+)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "words", [{}, {"n_inner": 48}, {"n_inner": None}, {"tie_word_embeddings": False}, {"eos_token_id": [2, 7]}]
+)
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
+def test_a_gpt2_is_read_as_transformers_reads_it(activation: str, words: Raw) -> None:
+    assert_read_alike(raw_gpt2(activation_function=activation, pad_token_id=0, **words))
+
+
+@pytest.mark.oracle
+def test_keys_that_a_gpt2_leaves_out_have_the_values_that_transformers_gives_them() -> None:
+    raw = raw_gpt2()
+    sizes = ("architectures", "model_type", "n_embd", "n_layer", "n_head", "n_positions", "vocab_size")
+    assert_read_alike({key: raw[key] for key in sizes})
+
+
+def test_a_gpt2_has_learned_positions_layer_norms_and_biases() -> None:
+    config = read(raw_gpt2())
+    assert (config.positions, config.normalization, config.gated) == ("learned", "LayerNorm", False)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.tie_embeddings) == (True,) * 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}],
+)
+def test_a_gpt2_that_computes_something_else_is_refused(words: Raw) -> None:
+    with pytest.raises(NotExpressible, match="not GPT-2's own"):
+        read(raw_gpt2(**words))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "layers"),
+    [
+        ("mixtral", {}, None),
+        ("qwen2_moe", {}, (1, 3)),
+        ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [3]}, (0, 1, 2)),
+        ("qwen3_moe", {}, (1, 3)),
+        ("qwen3_moe", {"mlp_only_layers": None}, None),
+        ("glm4_moe", {}, (2, 3)),
+        ("glm4_moe", {"first_k_dense_replace": 0}, None),
+    ],
+)
+def test_layers_have_experts_where_the_config_says_so(name: str, words: Raw, layers: tuple[int, ...] | None) -> None:
+    assert read(raw_config(name, **words)).moe_layers == layers
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "sliding_window", "rope_scaling", "eos_token_id"])
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_keys_that_are_null_have_the_values_that_transformers_gives_them(name: str, key: str) -> None:
+    if (name, key) in TRANSFORMERS_CANNOT:
+        pytest.skip("transformers 5 refuses it, or has no model for it")
+    assert_read_alike(raw_config(name, **{key: None}))
+
+
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_key_value_heads_that_are_null_are_as_many_as_heads(name: str) -> None:
+    assert read(raw_config(name, num_attention_heads=16, num_key_value_heads=None)).kv_heads == 16
+
+
+WINDOW_WORDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.none() | st.integers(1, 64),
+        "max_window_layers": st.integers(0, 6),
+        "layer_types": st.none()
+        | st.lists(st.sampled_from(("full_attention", "sliding_attention")), min_size=4, max_size=4),
+    },
+)
+
+
+@pytest.mark.oracle
+@given(st.sampled_from(("qwen2", "qwen3", "qwen2_moe")), WINDOW_WORDS)
+@settings(max_examples=100, deadline=None)
+def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, words: Raw) -> None:
+    assert_read_alike(raw_config(name, **words))
+
+
+@pytest.mark.parametrize(
+    ("words", "windows"),
+    [
+        ({"sliding_window": 8}, [None] * 4),
+        ({"sliding_window": 8, "use_sliding_window": False}, [None] * 4),
+        ({"sliding_window": 8, "use_sliding_window": True}, [None] * 4),  # 28 layers come first without one
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 4}, [None] * 4),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, [8] * 4),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, [None] * 4),
+        ({"use_sliding_window": True, "max_window_layers": 2}, [None, None, 4096, 4096]),
+        (
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, None, 8, None],
+        ),
+        ({"sliding_window": 8, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 4}, [None] * 4),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_qwen_has_its_window_only_where_it_says_so(name: str, words: Raw, windows: list[int | None]) -> None:
+    assert as_we_have_it(read(raw_config(name, **words)))["windows"] == windows
+
+
+@pytest.mark.parametrize(
+    ("words", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 16}, 16)]
+)
+def test_a_mistral_has_a_window_unless_it_says_no(words: Raw, window: int | None) -> None:
+    config = read(raw_config("mistral", **words))
+    assert (config.sliding_window, config.windowed_layers) == (window, None)
+
+
+@pytest.mark.oracle
+@given(configs())
+@settings(max_examples=60, deadline=None)
+def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config: ModelConfig) -> None:
+    if config.family != "gpt2":
+        heads = config.kv_heads  # transformers wants a hidden size that heads divide
+        config = replace(config, heads=heads, hidden=heads * config.hidden)
+    if config.family == "gemma":
+        config = replace(config, embedding_scale=config.hidden**0.5)
+    theirs = as_transformers_has_it(family(config.family).write_hf(config))
+    ours = as_we_have_it(config)
+    if config.family == "qwen2":
+        theirs["head_dim"] = ours["head_dim"]
+    assert {name: ours[name] for name in theirs} == theirs

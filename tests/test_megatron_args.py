@@ -1,0 +1,266 @@
+"""Megatron's arguments for any configuration, and back."""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from megaconv.config import ModelConfig
+from megaconv.conversion import ConvertOptions, convert, fingerprint
+from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.hf_config import load_config
+from megaconv.layout import Layout
+from megaconv.megatron.args import to_arguments
+from megaconv.megatron.read_args import from_arguments, true_vocab
+from megaconv.options import SaveOptions
+from megaconv.training import TrainingState
+from tests.config_models import LLAMA, LLAMA3, SCALINGS, YARN, Raw, configs, in_old_words, raw_config, read
+from tests.models import write_llama
+
+
+def arguments(config: ModelConfig, **more: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"transformer_impl": "local", "vocab_divisor": 8, "padded_vocab": config.vocab}
+    options |= {"grouped_experts": False, **more}
+    return to_arguments(config, Layout(stage_layers=(config.layers,)), TrainingState(), **options)
+
+
+def found_in_tensors(config: ModelConfig) -> dict[str, Any]:
+    """What a loader reads off the tensors."""
+    fields = (
+        "layers",
+        "hidden",
+        "ffn",
+        "vocab",
+        "tie_embeddings",
+        "qkv_bias",
+        "o_bias",
+        "mlp_bias",
+        "qk_norm",
+        "sinks",
+        "gated",
+        "experts",
+        "moe_layers",
+        "shared_gate",
+        "router_bias",
+        "dtype",
+    )
+    return {name: getattr(config, name) for name in fields}
+
+
+@given(configs())
+@settings(max_examples=200, deadline=None)
+def test_megatrons_arguments_lead_back_to_the_same_model(config: ModelConfig) -> None:
+    if config.family == "phi3":  # to Megatron it is a Llama or, with a window, a Mistral
+        config = replace(config, family="mistral" if config.sliding_window else "llama")
+    assert from_arguments(Namespace(**arguments(config)), found_in_tensors(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("names", "epsilon"),
+    [
+        ({"norm_epsilon": 3e-6}, 3e-6),
+        ({"layernorm_epsilon": 4e-6}, 4e-6),
+        ({}, 1e-5),
+        ({"norm_epsilon": None, "layernorm_epsilon": 2e-6}, 2e-6),
+    ],
+)
+def test_the_norm_epsilon_is_read_in_every_spelling(names: dict[str, float | None], epsilon: float) -> None:
+    args = arguments(LLAMA)
+    del args["norm_epsilon"], args["layernorm_epsilon"]
+    assert from_arguments(Namespace(**args, **names), found_in_tensors(LLAMA)).norm_epsilon == epsilon
+
+
+def test_the_norm_epsilon_is_written_in_every_spelling() -> None:
+    written = arguments(LLAMA)
+    assert written["norm_epsilon"] == written["layernorm_epsilon"] == 1e-5
+    assert written["apply_layernorm_1p"] is written["layernorm_zero_centered_gamma"] is False
+
+
+def test_one_query_group_without_grouped_attention_means_as_many_as_heads() -> None:
+    config = replace(LLAMA, kv_heads=8)
+    args = arguments(config)
+    assert (args["group_query_attention"], args["num_query_groups"]) == (False, 1)
+    assert from_arguments(Namespace(**args), found_in_tensors(config)).kv_heads == 8
+
+
+def test_one_query_group_with_grouped_attention_means_one() -> None:
+    config = replace(LLAMA, kv_heads=1)
+    args = arguments(config)
+    assert (args["group_query_attention"], args["num_query_groups"]) == (True, 1)
+    assert from_arguments(Namespace(**args), found_in_tensors(config)).kv_heads == 1
+
+
+def test_arguments_of_old_releases_have_fewer_names() -> None:
+    config = replace(LLAMA, kv_heads=8, head_dim=4, norm_epsilon=1e-5)
+    args = arguments(config)
+    kept = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "layernorm_epsilon",
+        "position_embedding_type",
+        "swiglu",
+    )
+    assert from_arguments(Namespace(**{name: args[name] for name in kept}), found_in_tensors(config)) == config
+
+
+def test_tensors_are_believed_where_arguments_say_something_else() -> None:
+    args = arguments(LLAMA) | {
+        "ffn_hidden_size": 1,
+        "params_dtype": "float32",
+        "untie_embeddings_and_output_weights": False,
+        "num_layers": 9,
+    }
+    assert from_arguments(Namespace(**args), found_in_tensors(LLAMA)) == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"num_attention_heads": None}, CorruptCheckpoint, "don't say num_attention_heads; give --config"),
+        ({"max_position_embeddings": None}, CorruptCheckpoint, "don't say max_position_embeddings"),
+        ({"position_embedding_type": "alibi"}, UnknownFamily, "position_embedding_type is 'alibi'"),
+        (
+            {"position_embedding_type": "learned_absolute"},
+            UnknownFamily,
+            "no model family that we know .positions learned",
+        ),
+        ({"normalization": "LayerNorm"}, UnknownFamily, "no model family that we know .*normalization LayerNorm"),
+        ({"normalization": "other"}, UnknownFamily, "normalization is 'other'"),
+        ({"squared_relu": True}, UnknownFamily, "squared_relu is True"),
+        ({"layernorm_zero_centered_gamma": True}, UnknownFamily, "zero-centered"),
+        ({"apply_layernorm_1p": True}, UnknownFamily, "zero-centered"),
+        ({"softmax_type": "off-by-one"}, UnknownFamily, "softmax_type is 'off-by-one'"),
+        (
+            {"activation_func_clamp_value": 7.0},
+            UnknownFamily,
+            "as only GPT-OSS has, but differs from it: activation silu",
+        ),
+        ({"glu_linear_offset": 1.0}, UnknownFamily, "as only GPT-OSS has"),
+        ({"quick_geglu": True, "swiglu": False}, UnknownFamily, "differs from it: glu_offset 0"),
+        ({"position_embedding_type": "yarn"}, CorruptCheckpoint, "don't say yarn_rotary_scaling_factor; give --config"),
+        ({"enable_gpt_oss": True}, CorruptCheckpoint, "don't say yarn_rotary_scaling_factor"),
+    ],
+)
+def test_arguments_of_another_kind_of_model_are_refused(
+    changed: Raw, error: type[CheckpointError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        from_arguments(Namespace(**(arguments(LLAMA) | changed)), found_in_tensors(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"rotary_percent": 0.5}, "rotary_percent"), ({"rotary_interleaved": True}, "rotary_interleaved")],
+)
+def test_arguments_that_turn_another_part_of_a_head_are_refused(changed: Raw, message: str) -> None:
+    """A Llama's config.json has no words for them, and without them the model computes something else."""
+    with pytest.raises(CheckpointError, match=message):
+        from_arguments(Namespace(**(arguments(LLAMA) | changed)), found_in_tensors(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("args", "padded", "tp", "vocab"),
+    [
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 8}, 104, 1, 100),
+        ({"vocab_size": 99, "make_vocab_size_divisible_by": 8, "tokenizer_type": "NullTokenizer"}, 104, 1, 100),
+        ({"vocab_size": 100}, 128, 1, 100),
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 8}, 128, 4, 100),
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 8}, 128, 1, None),
+        ({"vocab_size": 105, "make_vocab_size_divisible_by": 8}, 104, 1, None),
+        ({"vocab_size": None}, 104, 1, None),
+        ({}, 104, 1, None),
+    ],
+)
+def test_the_true_vocabulary_is_believed_only_if_padding_leads_to_the_rows_there_are(
+    args: Raw, padded: int, tp: int, vocab: int | None
+) -> None:
+    assert true_vocab(Namespace(**args), padded, tp) == vocab
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [SCALINGS["dynamic"], {"rope_type": "yarn", **YARN, "attention_factor": 1.5}, {"rope_type": "longrope"}],
+    ids=str,
+)
+def test_rope_scaling_that_megatron_core_does_not_know_is_refused(scaling: Raw) -> None:
+    config = replace(LLAMA, rope_scaling=scaling)
+    with pytest.raises(
+        NotExpressible,
+        match=f"rope scaling .*{scaling['rope_type']}.* has no equivalent in Megatron core; with --allow-lossy rope_scaling",
+    ):
+        arguments(config)
+    lossy = arguments(config, allow_lossy=True)
+    assert (lossy["use_rope_scaling"], lossy["rotary_seq_len_interpolation_factor"]) == (False, None)
+    assert lossy["position_embedding_type"] == "rope"
+
+
+@pytest.mark.parametrize("changed", [{"rotary_percent": 0.5}, {}])
+def test_yarn_is_for_core_models_whose_whole_heads_rotate(changed: Raw) -> None:
+    config = replace(LLAMA, rope_scaling=SCALINGS["yarn"], **changed)
+    with pytest.raises(NotExpressible, match="yarn"):
+        arguments(config, legacy=not changed)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"low_freq_factor": 2.0}, {"high_freq_factor": 8.0}, {"original_max_position_embeddings": 4096}]
+)
+def test_llama3_scaling_with_other_numbers_than_megatron_has_is_refused(changed: Raw) -> None:
+    with pytest.raises(NotExpressible, match=r"llama3.* has no equivalent"):
+        arguments(replace(LLAMA, rope_scaling={"rope_type": "llama3", **LLAMA3, **changed}))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "llama3", "factor": 8.0},
+        {"rope_type": "llama3", **LLAMA3, "factor": None},
+    ],
+)
+def test_incomplete_rope_scaling_is_refused_and_no_crash(scaling: Raw) -> None:
+    with pytest.raises(CheckpointError, match="rope"):
+        arguments(read(in_old_words(raw_config("llama"), 1e4, scaling)))
+
+
+def test_scaling_that_was_left_out_is_there_again_after_the_way_back(tmp_path: Path) -> None:
+    hf = write_llama(tmp_path / "hf", extra_config={"rope_scaling": SCALINGS["dynamic"]})
+    with pytest.raises(NotExpressible, match="dynamic"):
+        convert(hf, tmp_path / "core", "core", ConvertOptions())
+    assert not (tmp_path / "core").exists()
+    convert(hf, tmp_path / "core", "core", ConvertOptions(save=SaveOptions(allow_lossy=("rope_scaling",))))
+    convert(tmp_path / "core", tmp_path / "back", "hf", ConvertOptions())
+    assert load_config(tmp_path / "back" / "config.json") == load_config(hf / "config.json")
+    assert fingerprint(tmp_path / "back") == fingerprint(hf)
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [
+        {"qkv_bias": True, "o_bias": True},
+        {"mlp_bias": True},
+        {"o_bias": True, "mlp_bias": True},
+        {"qkv_bias": True, "mlp_bias": True},
+    ],
+)
+def test_a_set_of_biases_that_megatron_core_does_not_know_is_refused(biases: Raw) -> None:
+    with pytest.raises(NotExpressible, match="biases on all linear layers, on q, k and v only, or on none"):
+        arguments(replace(LLAMA, **biases))
+
+
+def test_attention_biases_without_mlp_biases_do_not_go_into_core(tmp_path: Path) -> None:
+    hf = write_llama(tmp_path / "hf", extra_config={"attention_bias": True})
+    with pytest.raises(NotExpressible, match="this model has another set"):
+        convert(hf, tmp_path / "core", "core", ConvertOptions())
+
+
+def test_a_sigmoid_router_that_leaves_its_weights_alone_is_not_written_for_megatron() -> None:
+    with pytest.raises(NotExpressible, match="sigmoid router"):
+        arguments(replace(read(raw_config("glm4_moe")), renormalize=False))
