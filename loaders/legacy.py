@@ -28,12 +28,8 @@ from megaconv.options import LoadOptions
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint versions 0 to 3"
 
-_FOREIGN = {
-    ".mlp.router.": "experts (SwitchMLP)",
-    ".mlp.switch.": "experts (SwitchMLP)",
-    "experts.": "experts (SwitchMLP)",
-}
-"""Part of a name -> what a model has that has it."""
+_EXPERTS = (".mlp.router.", ".mlp.switch.", "experts.")
+"""Parts of names that only models with a SwitchMLP have."""
 
 
 def detect(path: Path) -> bool:
@@ -52,11 +48,12 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
 
 def _require_known(ranks: Ranks) -> None:
     names = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
-    for part, description in _FOREIGN.items():
-        if any(part in name for name in names):
-            raise UnknownFamily(
-                f"{ranks.files[min(ranks.files)]}: a legacy model with {description}; only legacy GPT, Llama, BERT and T5 are known"
-            )
+    if any(part in name for part in _EXPERTS for name in names):
+        raise UnknownFamily(
+            f"{ranks.files[min(ranks.files)]}: a legacy model with experts (SwitchMLP): each token goes to one of them, weighed by a "
+            "sigmoid (in early releases a softmax) of a router that has a bias, and no family of Megatron core or transformers that "
+            "we know computes that"
+        )
 
 
 def _version(state: Mapping[str, Any], args: Namespace, file: str) -> int:

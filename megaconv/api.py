@@ -24,6 +24,7 @@ def convert(
     pp: int | None = None,
     vpp: int | None = None,
     layer_split: tuple[int, ...] | None = None,
+    split_rank: int | None = None,
     checkpoint_type: str | None = None,
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
@@ -39,10 +40,10 @@ def convert(
     """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
 
     Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
-    it. save_options: further fields of SaveOptions, such as
+    it. split_rank: how many of the pp stages are a T5's encoder's, the first ones. save_options: further fields of SaveOptions, such as
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
     """
-    split = LayerSplit(layers=layer_split)
+    split = LayerSplit(layers=layer_split, split_rank=split_rank)
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     options = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None),

@@ -214,7 +214,8 @@ def assemble(
             found = [Part(region, tensor) for region in regions]
             if again:
                 copies.setdefault(name, []).extend(
-                    Copy(part, f"the copy {item.native.name} in {item.where}", strict) for part in found
+                    Copy(part, f"the copy {item.native.name} in {item.where}", strict or item.native.essential)
+                    for part in found
                 )
                 continue
             parts.setdefault(name, []).extend(found)

@@ -65,6 +65,8 @@ def convert(
     account_for_embedding: opt.AccountEmbedding = False,
     account_for_loss: opt.AccountLoss = False,
     layout_string: opt.LayoutString = None,
+    split_rank: opt.SplitRank = None,
+    encoder_pp: opt.EncoderPp = None,
     ckpt_format: opt.CkptFormat = "torch",
     transformer_impl: opt.TransformerImpl = "transformer_engine",
     grouped_experts: opt.Grouped = False,
@@ -105,8 +107,15 @@ def convert(
     from megaconv.ranks import started_ranks
 
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
+    pp, split_rank = opt.all_stages(pp, split_rank, encoder_pp)
     split = LayerSplit(
-        opt.numbers(layer_split), first_layers, last_layers, account_for_embedding, account_for_loss, layout_string
+        opt.numbers(layer_split),
+        first_layers,
+        last_layers,
+        account_for_embedding,
+        account_for_loss,
+        layout_string,
+        split_rank,
     )
     save = SaveOptions(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,

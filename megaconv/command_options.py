@@ -78,6 +78,22 @@ LayoutString = Annotated[
     str | None,
     typer.Option("--pipeline-model-parallel-layout", help="Megatron's layout string: 'Et*3|(tt|)*2,tL'."),
 ]
+SplitRank = Annotated[
+    int | None,
+    typer.Option(
+        "--pipeline-model-parallel-split-rank",
+        min=1,
+        help="Of a T5: the first of the --pp stages that is the decoder's; those before are its encoder's.",
+    ),
+]
+EncoderPp = Annotated[
+    int | None,
+    typer.Option(
+        "--encoder-pipeline-model-parallel-size",
+        min=1,
+        help="Of a T5: stages of its encoder, before those of its decoder, which --pp then counts (1 when left out).",
+    ),
+]
 
 CkptFormat = Annotated[
     str, typer.Option("--ckpt-format", help="Format of a Megatron core output: torch, torch_dist or zarr.")
@@ -224,6 +240,18 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
         raise UsageError(f"--layer-split {text!r}: write the layers of each stage parted by commas, such as 3,5,5,3")
     return tuple(int(word) for word in text.replace(" ", "").split(","))
+
+
+def all_stages(pp: int | None, split_rank: int | None, encoder_pp: int | None) -> tuple[int | None, int | None]:
+    """(pp with the encoder's stages, split rank). Raises UsageError where both ways to say it are used."""
+    if encoder_pp is None:
+        return pp, split_rank
+    if split_rank is not None:
+        raise UsageError(
+            "--pipeline-model-parallel-split-rank counts the encoder's stages in --pp, --encoder-pipeline-model-parallel-size "
+            "doesn't; give one of them"
+        )
+    return encoder_pp + (pp or 1), encoder_pp
 
 
 def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:

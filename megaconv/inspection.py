@@ -32,9 +32,7 @@ class Inspection:
             "parameters": header.parameters,
             "bytes": header.nbytes,
             "dtypes": self.dtypes(),
-            "layout": {**header.layout.sizes(), "stage_layers": list(header.layout.stage_layers)}
-            if header.layout
-            else None,
+            "layout": self._layout(),
             "iteration": header.training.iteration,
             "padded_vocab": header.padded_vocab,
             "consumed_train_samples": header.training.consumed_train_samples,
@@ -45,6 +43,13 @@ class Inspection:
                 str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
             },
         }
+
+    def _layout(self) -> dict[str, Any] | None:
+        layout = self.header.layout
+        if layout is None:
+            return None
+        encoder = {"encoder_layers": list(layout.encoder_layers)} if layout.encoder_layers else {}
+        return {**layout.sizes(), "stage_layers": list(layout.stage_layers), **encoder}
 
     def _optimizer(self) -> dict[str, Any] | None:
         found = self.header.training.optimizer

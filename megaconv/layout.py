@@ -19,6 +19,16 @@ class Chunk(NamedTuple):
     """Holds the embedding."""
     is_last: bool
     """Holds the final norm and the head."""
+    encoder: range | None = None
+    """Of a model with an encoder on stages of its own: which of its layers; none on the decoder's. None: all, where is_first."""
+    ends_encoder: bool = False
+    starts_decoder: bool = False
+    """Whether it comes first or last of these stages, where the encoder has its own."""
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it holds an embedding: a decoder apart from its encoder has one again."""
+        return self.is_first or self.starts_decoder
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,8 @@ class Layout:
 
     stage_layers counts layers stage by stage in the order of the model: stage s lives on pipeline rank s % pp as its
     virtual stage s // pp. The embedding sits on the first stage, the head on the last.
+    encoder_layers counts those of an encoder where it has the first stages to itself, which then have no others; a decoder
+    has the rest. Empty where an encoder lies with its whole decoder on a single stage, or there is none.
     """
 
     tp: int = 1
@@ -35,18 +47,33 @@ class Layout:
     ep: int = 1
     etp: int = 1
     stage_layers: tuple[int, ...] = ()
+    encoder_layers: tuple[int, ...] = ()
+
+    @property
+    def split_rank(self) -> int:
+        """The first pipeline rank of a decoder whose encoder has the ranks before; 0 where it has none to itself."""
+        return len(self.encoder_layers)
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks in the order of the model."""
         first, stages = 0, self.pp * self.vpp
         for stage, layers in enumerate(self.stage_layers):
-            yield Chunk(stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1)
+            chunk = Chunk(stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1)
+            yield self._with_encoder(chunk) if self.encoder_layers else chunk
             first += layers
+
+    def _with_encoder(self, chunk: Chunk) -> Chunk:
+        rank, split = chunk.pp_rank, self.split_rank
+        start, stop = sum(self.encoder_layers[:rank]), sum(self.encoder_layers[: rank + 1])
+        return chunk._replace(encoder=range(start, stop), ends_encoder=rank == split - 1, starts_decoder=rank == split)
 
     def __str__(self) -> str:
         sizes = [f"{name.upper()} {size}" for name, size in self.sizes().items() if size > 1 or name in ("tp", "pp")]
+        layers = "+".join(map(str, self.stage_layers[self.split_rank :]))
+        if self.encoder_layers:
+            return f"{', '.join(sizes)} (encoder {'+'.join(map(str, self.encoder_layers))}, decoder {layers})"
         uneven = len(set(self.stage_layers)) > 1
-        return ", ".join(sizes) + (f" (layers {'+'.join(map(str, self.stage_layers))})" if uneven else "")
+        return ", ".join(sizes) + (f" (layers {layers})" if uneven else "")
 
     def sizes(self) -> dict[str, int]:
         return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
@@ -54,7 +81,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """How layers are shared out over pipeline stages, in any of Megatron's ways. At most one of the three."""
+    """How layers are shared out over pipeline stages, in any of Megatron's ways. At most one of them."""
 
     layers: tuple[int, ...] | None = None
     """Layers per stage, one number for each of the pp * vpp stages."""
@@ -66,6 +93,8 @@ class LayerSplit:
     """Count the embedding / the head as a layer when sharing out."""
     pattern: str | None = None
     """Megatron's pipeline_model_parallel_layout string, such as `Et*3|(tt|)*2,tL`."""
+    split_rank: int | None = None
+    """Of a model with an encoder and a decoder: how many stages, the first ones, are the encoder's."""
 
     def stages(self) -> int | None:
         """How many stages are listed; None where only a rule is given."""
@@ -120,6 +149,19 @@ def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int
     return tuple(stages_list)
 
 
+def split_stacks(encoder: int, decoder: int, pp: int, split_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(encoder_layers, stage_layers) of a Layout whose first split_rank stages are the encoder's. Raises LayoutError."""
+    if not 0 < split_rank < pp:
+        raise LayoutError(
+            f"pipeline split rank = {split_rank} with pp = {pp}: the encoder has the stages before it, the decoder the others, "
+            f"so that it has to be 1 or more, and less than pp"
+        )
+    stages = pp - split_rank
+    ours = divide(encoder, split_rank, "layers of the encoder", "pipeline stages before the split rank")
+    theirs = divide(decoder, stages, "layers of the decoder", "pipeline stages from the split rank on")
+    return (ours,) * split_rank, (0,) * split_rank + (theirs,) * stages
+
+
 def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
     if len(stages) != pp * vpp:
         raise LayoutError(f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}")
@@ -164,8 +206,8 @@ def parse_pattern(pattern: str) -> tuple[int, ...]:
 
 
 def split_arguments(layout: Layout) -> dict[str, Any]:
-    """The Megatron arguments that lead to this layout's stage_layers."""
-    stages, layers = layout.stage_layers, sum(layout.stage_layers)
+    """The Megatron arguments that lead to this layout's stage_layers, those of a decoder with stages of its own."""
+    stages, layers = layout.stage_layers[layout.split_rank :], sum(layout.stage_layers)
     arguments: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,

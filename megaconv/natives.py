@@ -69,6 +69,10 @@ class NativeTensor:
     """Such a copy that Megatron always writes."""
     mtp_copy: bool = False
     """Such a copy that belongs to the layers that predict further tokens: savers write it all the same."""
+    idle: bool = False
+    """Such a copy that Megatron has and never computes with: what it holds means nothing."""
+    essential: bool = False
+    """Such a copy that Megatron trains for itself: with other values it is another model."""
     of_experts: bool = False
     """Held by one expert-parallel rank, where others hold other experts."""
     padding_rows: int = 0
@@ -144,8 +148,10 @@ def native_tensors(
                 yield from _natives(row, rank, local, layer)
                 for name in row.aliases.get(base, ()):
                     yield replace(_copy(row, rank, name), alias=True)
-        if row.tied_copy and config.tie_embeddings and chunk.is_last:
-            yield _copy(row, rank, row.tied_copy[base])
+        if config.tie_embeddings and chunk.is_last:
+            yield from (_copy(row, rank, name) for name in row.tied_copy.get(base, ()))
+    if chunk.encoder is not None:
+        yield from _apart(rows, rank, chunk)
     if chunk.is_last:
         yield from _mtp(rows, rank, chunk)
 
@@ -163,11 +169,33 @@ def _mtp(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTen
                 yield replace(_copy(row, rank, fill(name, local, None)), mtp_copy=True)
 
 
-def _copy(row: Row, rank: _Rank, name: str) -> NativeTensor:
-    """The same tensor under another name."""
+def _apart(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTensor]:
+    """What a chunk holds again because an encoder and its decoder are on stages of their own."""
+    base = rank.naming.partition("+")[0]
+    idle_head = chunk.ends_encoder and base != "legacy"
+    for row in (row for row in rows if row.exists(rank.config, 0)):
+        copies = [
+            replace(_copy(row, rank, name), alias=True) for name in (None, *row.aliases.get(base, ())) if row.repeated
+        ]
+        if row.repeated == "decoder" and chunk.starts_decoder:
+            yield from copies
+        elif row.repeated == "idle" and idle_head:
+            yield from (replace(copy, idle=True) for copy in copies)
+        elif row.repeated == "everywhere" and not (chunk.ends_encoder if row.stage == "between" else chunk.is_last):
+            computes = bool(chunk.encoder) == (row.stage == "between")
+            yield from (replace(copy, idle=not computes, essential=computes) for copy in copies)
+        if idle_head and rank.config.tie_embeddings and not chunk.embeds:
+            tied = row.tied_copy.get(base, ())
+            yield from (replace(_copy(row, rank, name), alias=True, idle=True) for name in tied)
+
+
+def _copy(row: Row, rank: _Rank, name: str | None) -> NativeTensor:
+    """The same tensor under another name, or in another place."""
     as_head = replace(row, meta=name) if isinstance(row.meta, OtherAxis) else row
     (native,) = _natives(as_head, rank, 0, 0)
-    return NativeTensor(name, native.shape, native.parts, tied_copy=True, padding_rows=native.padding_rows)
+    return NativeTensor(
+        name or native.name, native.shape, native.parts, tied_copy=True, padding_rows=native.padding_rows
+    )
 
 
 def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[NativeTensor]:

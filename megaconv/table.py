@@ -110,9 +110,12 @@ class Row:
     when: the features (see ModelConfig.has) without which the row doesn't exist.
     core_local, grouped, legacy_grouped: where they differ from core; stacked: where it differs from hf. legacy: Megatron's
     models before core, flattened to names with dots. meta: Meta's own files, and Mistral's.
-    tied_copy: names under which a tied model's tensor may be stored a second time, where stages are apart.
+    tied_copy: names, by naming, under which a tied model's tensor may be stored again, where stages are apart.
     aliases: names, by naming, under which it is stored again: always by Megatron, now and then by Hugging Face.
     mtp_copy: names under which it is stored again beside the layers that predict further tokens.
+    repeated: where else Megatron has it when an encoder has stages of its own: `decoder` (with the first stage of the
+    decoder, as the embedding), `idle` (core alone: where the encoder ends, for nothing, as the head), `everywhere` (each
+    stage computes with those of its own stack).
     """
 
     canonical: str
@@ -129,9 +132,10 @@ class Row:
     stage: str = "layer"
     when: str | None = None
     padded_vocab: bool = False
-    tied_copy: Mapping[str, str] | None = None
+    tied_copy: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mtp_copy: Mapping[str, str] | None = None
+    repeated: str | None = None
 
     def spelling(self, naming: str) -> Spelling | None:
         base, _, experts = naming.partition("+")
@@ -210,13 +214,17 @@ def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[R
 def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int, int]]:
     """(number in the chunk's own names, number in the model) of each layer of a stage that a chunk holds.
 
-    An encoder lies with the embedding: Megatron core parts no model that has two stacks. What comes before and after all
-    layers counts as one of number 0, and of the number after the last.
+    An encoder lies with the embedding unless it has stages of its own. What comes before and after all layers counts as one
+    of number 0, and of the number after the last.
     """
     if stage == "layer":
         yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
     elif stage == "encoder":
-        yield from ((layer, layer) for layer in range(config.encoder_layers) if chunk.is_first)
+        together = range(config.encoder_layers if chunk.is_first else 0)
+        yield from enumerate(together if chunk.encoder is None else chunk.encoder)
+    elif stage == "between":
+        ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
+        yield from [(0, 0)] if ends else []
     elif stage == "mtp":
         yield from ((layer, layer) for layer in range(config.mtp_layers) if chunk.is_last)
     elif stage == "last":

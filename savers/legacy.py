@@ -44,9 +44,10 @@ def _require_expressible(config: ModelConfig) -> None:
 
 def _require_even(layout: Layout) -> None:
     """Source: _get_num_layers in megatron/legacy/model/transformer.py."""
-    if len(set(layout.stage_layers)) > 1:
+    stages = layout.stage_layers[layout.split_rank :]
+    if len(set(stages)) > 1:
         raise LayoutError(
-            f"Megatron's legacy models have as many layers on every stage, not {'+'.join(map(str, layout.stage_layers))}; "
+            f"Megatron's legacy models have as many layers on every stage, not {'+'.join(map(str, stages))}; "
             "choose a pipeline parallel size (pp, and vpp) that divides them, without a layer split"
         )
 

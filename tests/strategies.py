@@ -58,6 +58,15 @@ def layouts(draw: Draw, layers: int, tp: int = 1, ep: int = 1, etp: int = 1) -> 
 
 
 @st.composite
+def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
+    """An encoder and its decoder on stages of their own."""
+    ours, theirs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    encoder = draw(stage_splits(config.encoder_layers, ours))
+    stages = (0,) * ours + draw(stage_splits(config.layers, theirs))
+    return Layout(tp, ours + theirs, stage_layers=stages, encoder_layers=encoder)
+
+
+@st.composite
 def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
@@ -114,4 +123,6 @@ def sharded_models(draw: Draw) -> tuple[ModelConfig, str, Layout]:
     tp, ep = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1
     etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp])) if has_experts(family) else 1
     config = draw(models(family, naming, tp, ep, etp))
+    if config.encoder_layers and naming.startswith(("core", "legacy")) and draw(st.booleans()):
+        return config, naming, draw(layouts_apart(config, tp))
     return config, naming, draw(layouts(config.layers, tp, ep, etp))

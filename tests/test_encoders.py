@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaconv.checkpoint import open_checkpoint
-from megaconv.errors import TensorMismatch, UnknownFamily
+from megaconv.errors import TensorMismatch
 from tests import encoder_forward
 from tests.conftest import FIXTURES
 from tests.encoder_cases import (
@@ -176,13 +176,6 @@ def test_metas_files_have_no_place_for_an_encoder(name: str, tmp_path: Path) -> 
     assert "an encoder" in refused(FIXTURES / name / "checkpoint", tmp_path / "out", "llama_mistral")
 
 
-@pytest.mark.parametrize(("saver", "sizes"), [("core", {"pp": 2}), ("legacy", {"pp": 2, "vpp": 2})])
-def test_a_t5_stands_on_one_stage(saver: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    message = refused(FIXTURES / "legacy-t5-tp2pp1" / "checkpoint", tmp_path / "out", saver, **sizes)
-    assert f"pp x vpp = 2 x {sizes.get('vpp', 1)}" in message
-    assert "2 + 1 layers" in message
-
-
 def test_stacks_of_different_depths_and_missing_norms_are_refused_where_they_can_not_be(tmp_path: Path) -> None:
     legacy, core = (FIXTURES / name / "checkpoint" for name in ("legacy-t5-tp2pp1", "core-t5-tp2pp1"))
     assert "1 in its decoder and 2 in its encoder" in refused(legacy, tmp_path / "out", "core")
@@ -192,23 +185,6 @@ def test_stacks_of_different_depths_and_missing_norms_are_refused_where_they_can
 
 
 # Files that hold something else.
-
-
-def test_an_encoder_and_a_decoder_over_pipeline_stages_are_refused(tmp_path: Path) -> None:
-    """As releases before core 0.14 wrote them: the encoder on the first stages, the decoder on the others."""
-    source = same_depths(tmp_path / "whole")
-    path = first_file(source)
-    states = [read_rank_file(path) for _ in range(2)]
-    del states[0]["model"]["language_model"]["decoder"], states[0]["model"]["lm_head"]
-    del states[1]["model"]["language_model"]["encoder"]
-    for stage, state in enumerate(states):
-        rank = path.parents[1] / f"mp_rank_00_{stage:03d}"
-        rank.mkdir()
-        torch.save(state, rank / path.name)
-    path.unlink()
-    path.parent.rmdir()
-    with pytest.raises(UnknownFamily, match=r"over 2 pipeline stages, which releases before core 0\.14"):
-        open_checkpoint(source)
 
 
 def test_parts_of_another_model_are_named(tmp_path: Path) -> None:

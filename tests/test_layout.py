@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from formats import torch_zip
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import LayoutError
-from megaconv.layout import LayerSplit, Layout, padded_vocab, parse_pattern, split_arguments, split_layers
+from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, parse_pattern, split_arguments, split_layers
 from tests.conftest import FIXTURES
 from tests.strategies import layouts
 
@@ -124,11 +124,11 @@ def test_a_layout_string_that_makes_no_sense_is_refused(pattern: str) -> None:
 
 def test_chunks_come_in_the_order_of_the_model() -> None:
     chunks = list(Layout(pp=2, vpp=2, stage_layers=(1, 1, 2, 0)).chunks())
-    assert [tuple(chunk) for chunk in chunks] == [
-        (0, 0, 0, 1, True, False),
-        (1, 0, 1, 1, False, False),
-        (0, 1, 2, 2, False, False),
-        (1, 1, 4, 0, False, True),
+    assert chunks == [
+        Chunk(0, 0, 0, 1, True, False),
+        Chunk(1, 0, 1, 1, False, False),
+        Chunk(0, 1, 2, 2, False, False),
+        Chunk(1, 1, 4, 0, False, True),
     ]
 
 

@@ -19,8 +19,8 @@ EMBEDDING = Row(
     core="embedding.word_embeddings.weight",
     legacy="language_model.embedding.word_embeddings.weight",
     meta=OtherAxis("tok_embeddings.weight", tp=1),
-    tied_copy={"hf": "lm_head.weight", "core": "output_layer.weight", "core_local": "output_layer.weight",
-               "legacy": "word_embeddings_for_head.weight", "meta": "output.weight"},
+    tied_copy={"hf": ("lm_head.weight",), "core": ("output_layer.weight",), "core_local": ("output_layer.weight",),
+               "legacy": ("word_embeddings_for_head.weight",), "meta": ("output.weight",)},
 )  # fmt: skip
 
 ATTENTION = (

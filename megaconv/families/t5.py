@@ -87,7 +87,7 @@ def _ends(stack: str, stage: str) -> tuple[Row, ...]:
     """The norm after a stack, and the biases of its relative positions."""
     hf, core = f"{stack}.final_layer_norm.", f"{stack}.final_layernorm."
     return (
-        Row(f"{stack}.relative_bias.weight", ("relative_buckets heads",), stage=stage, when="relative",
+        Row(f"{stack}.relative_bias.weight", ("relative_buckets heads",), stage=stage, when="relative", repeated="everywhere",
             hf=f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             core=f"{stack}_relative_pos_emb.relative_attention_bias.weight"),
         *(Row(f"{stack}.final_norm.{word}", ("hidden",), stage=stage, when=when,
@@ -100,15 +100,18 @@ _DECODER = "decoder.layers.{l}."
 _LEGACY = "language_model." + _DECODER
 _HF_CROSS = "decoder.block.{l}.layer.1."
 
+_CORE_HEAD = ("lm_head.output_layer.weight", "output_layer.weight")
+"""One tensor, named twice."""
+
 EMBEDDINGS = (
-    Row("embed.weight", ("vocab hidden",), tp=0, stage="first", padded_vocab=True,
+    Row("embed.weight", ("vocab hidden",), tp=0, stage="first", padded_vocab=True, repeated="decoder",
         hf="shared.weight",
         core="embedding.word_embeddings.weight",
         legacy="language_model.embedding.word_embeddings.weight",
-        tied_copy={"hf": "lm_head.weight", "core": "output_layer.weight", "core_local": "output_layer.weight",
-                   "legacy": "word_embeddings_for_head.weight"},
+        tied_copy={"hf": ("lm_head.weight",), "core": _CORE_HEAD, "core_local": _CORE_HEAD,
+                   "legacy": ("word_embeddings_for_head.weight",)},
         aliases={"hf": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")}),
-    Row("positions.weight", ("max_positions hidden",), stage="first", when="learned",
+    Row("positions.weight", ("max_positions hidden",), stage="first", when="learned", repeated="decoder",
         hf="position_embeddings.weight",
         core="embedding.position_embeddings.weight",
         legacy="language_model.embedding.position_embeddings.weight",
@@ -144,12 +147,12 @@ CROSS_ATTENTION = (
 )  # fmt: skip
 
 HEAD = (
-    Row("head.weight", ("vocab hidden",), tp=0, stage="last", when="untied", padded_vocab=True,
+    Row("head.weight", ("vocab hidden",), tp=0, stage="last", when="untied", padded_vocab=True, repeated="idle",
         hf="lm_head.weight",
         core="lm_head.output_layer.weight",
         legacy="language_model.output_layer.weight",
         aliases=dict.fromkeys(("core", "core_local"), ("output_layer.weight",))),
-    Row("head.bias", ("vocab",), tp=0, stage="last", when="head_bias", padded_vocab=True,
+    Row("head.bias", ("vocab",), tp=0, stage="last", when="head_bias", padded_vocab=True, repeated="idle",
         hf="lm_head.bias",
         core="lm_head.output_layer.bias",
         legacy="lm_head.bias",

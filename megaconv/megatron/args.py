@@ -11,7 +11,7 @@ from typing import Any
 from megaconv.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.layout import Layout, split_arguments
-from megaconv.megatron.encoder_args import encoder_arguments
+from megaconv.megatron.encoder_args import encoder_arguments, split_rank_arguments
 from megaconv.megatron.latent_args import latent_arguments
 from megaconv.training import TrainingState
 
@@ -67,6 +67,7 @@ def to_arguments(
         | _positions(config, allow_lossy, legacy=legacy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
+        | split_rank_arguments(layout, legacy=legacy)
         | _training(config, training, transformer_impl, legacy)
     )
 

@@ -30,6 +30,11 @@ from megaconv.plan import OutputPlan, Placement
 
 def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
     """layout: whose ranks chunks are cut for. Raises LayoutError for a model that can't be cut this way, NotExpressible."""
+    if layout.encoder_layers:
+        raise LayoutError(
+            f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
+            "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
+        )
     rank_sizes(header.config, layout)
     arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
     backend = options.ckpt_format

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaconv.config import ModelConfig
-from megaconv.errors import NotExpressible, UnknownFamily
+from megaconv.errors import NotExpressible, TensorMismatch, UnknownFamily
+from megaconv.layout import Layout
 
 
 def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: bool) -> dict[str, Any]:
@@ -33,6 +34,36 @@ def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: boo
         "bias_gelu_fusion": config.activation == "gelu_tanh" and not everywhere,
         "spec": ["local"] if transformer_impl == "local" and not legacy else None,
     }
+
+
+def split_rank_arguments(layout: Layout, *, legacy: bool) -> dict[str, Any]:
+    """Of an encoder with stages of its own; nothing otherwise.
+
+    Core up to 0.8, and with it the legacy models, counts all stages and says where the decoder's begin; core 0.9 to 0.13
+    counts the encoder's for themselves. Either turns down a checkpoint whose pipeline_model_parallel_size isn't its own.
+    """
+    if not layout.split_rank:
+        return {}
+    if legacy:
+        return {"pipeline_model_parallel_split_rank": layout.split_rank}
+    return {
+        "pipeline_model_parallel_size": layout.pp - layout.split_rank,
+        "encoder_pipeline_model_parallel_size": layout.split_rank,
+        "encoder_tensor_model_parallel_size": layout.tp,
+    }
+
+
+def refuse_lost_head(args: Namespace, config: ModelConfig, where: str) -> None:
+    """Raises TensorMismatch for a distributed checkpoint of a run whose encoder had stages of its own.
+
+    Core gives the last of them a head as well, which nothing trains, stores it under the same keys as the decoder's, and has
+    the latter count as the copy. Source: T5Model.sharded_state_dict in core 0.10 to 0.13.
+    """
+    if config.encoder_layers and getattr(args, "encoder_pipeline_model_parallel_size", None):
+        raise TensorMismatch(
+            f"{where}: the encoder had pipeline stages of its own, and then Megatron core stores their untrained head in "
+            "place of the decoder's: the model isn't complete here; save it with Megatron's --ckpt-format torch"
+        )
 
 
 def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Iterator[tuple[bool, str]]:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from formats import rank_files, torch_zip
@@ -16,7 +16,7 @@ from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.hf_config import CONFIG_NAME, config_json
 from megaconv.ir import WEIGHT, Header, Key
-from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers
+from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
 from megaconv.megatron.args import to_arguments
 from megaconv.megatron.optimizer_plan import Parameter, Piece
 from megaconv.megatron.optimizer_plan import Planned as PlannedOptimizer
@@ -61,19 +61,42 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
     """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
     source = source or Layout(stage_layers=(config.layers,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
+    if config.encoder_layers:
+        return _choose_stacks(config, source, tp, pp, options)
+    if options.split.split_rank is not None:
+        raise LayoutError(
+            f"pipeline split rank = {options.split.split_rank}: this model has no encoder beside its decoder; leave it out"
+        )
     vpp = options.vpp or (source.vpp if options.pp in (None, source.pp) else 1)
     listed = options.split.stages()
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
         vpp = listed // pp  # Megatron counts virtual stages off the list too
-    if config.encoder_layers and pp * vpp > 1:
-        raise LayoutError(
-            f"pp x vpp = {pp} x {vpp}: a model with an encoder and a decoder ({config.encoder_layers} + {config.layers} layers) "
-            "stands on one pipeline stage, since Megatron core has no pipeline for it; leave --pp and --vpp out, or choose 1"
-        )
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
     stages = source.stage_layers if keep else split_layers(config.layers, pp, vpp, options.split)
     ep, etp = _expert_sizes(config, source, tp, options)
     return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
+    """Of a model with an encoder and a decoder, which share a stage only if it is the only one."""
+    split_rank = options.split.split_rank
+    if split_rank is None:
+        split_rank = source.split_rank if pp == source.pp else 0
+    ep, etp = _expert_sizes(config, source, tp, options)
+    stacks = f"{config.encoder_layers} layers of an encoder and {config.layers} of a decoder"
+    if pp == 1 and not split_rank:
+        return Layout(tp, 1, 1, ep, etp, split_layers(config.layers, 1, options.vpp or 1, options.split))
+    if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
+        raise LayoutError(
+            f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
+        )
+    if not split_rank:
+        raise LayoutError(
+            f"pp = {pp}: the model has {stacks}, each on stages of its own; say how many of the {pp} stages are the encoder's with "
+            "--pipeline-model-parallel-split-rank"
+        )
+    encoder, stages = split_stacks(config.encoder_layers, config.layers, pp, split_rank)
+    return Layout(tp, pp, 1, ep, etp, stages, encoder)
 
 
 def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
@@ -238,7 +261,7 @@ class _Planner:
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
         # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.is_first)]
+        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.embeds)]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from formats import torch_zip
 from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.rank_files import RankFiles, read
 from formats.tensor import LazyTensor
+from megaconv.errors import UnknownFormat
 from megaconv.megatron.legacy_names import MODEL, flatten
 from megaconv.megatron.names import EXTRA_STATE, NOT_PARAMETERS
 
@@ -19,8 +20,8 @@ _log = logging.getLogger("megaconv")
 Weights = dict[str, LazyTensor]
 _TAIL = ("decoder.final_layernorm", "output_layer", f"{MODEL}.encoder.final_norm", f"{MODEL}.output_layer")
 """How tensors of the last stage begin."""
-_DECODER = f"{MODEL}.decoder."
-"""How those of a legacy model that has an encoder besides."""
+_STACKS = ("encoder.layers.", "decoder.layers.")
+"""How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""
 
 
 class RankId(NamedTuple):
@@ -79,6 +80,7 @@ def read_ranks(listing: RankFiles, *, first_tp_rank_only: bool = False) -> Ranks
         {rank: f"{listing.files[n].parent.name}/{listing.files[n].name}" for rank, n in ids.items()},
         {rank: listing.files[read[n]] for rank, n in ids.items()},
     )
+    _require_one_size(ranks)
     _require_complete(ranks, listing)
     return ranks
 
@@ -87,6 +89,17 @@ def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:
     if len(numbers) == 2:
         return RankId(numbers[0], numbers[1], 0) if pp > 1 else RankId(numbers[0], 0, numbers[1])
     return RankId(*numbers, *(0,) * (3 - len(numbers)))
+
+
+def _require_one_size(ranks: Ranks) -> None:
+    """Core 0.9 to 0.13 can give an encoder fewer tensor ranks, but not that of a T5, which shares its embedding."""
+    first = min(ranks.states)
+    size = getattr(ranks.states[first].get("args"), "encoder_tensor_model_parallel_size", None)
+    if type(size) is int and 0 < size != ranks.tp:
+        raise UnknownFormat(
+            f"{ranks.files[first]}: its encoder has tensor parallel size {size}, its decoder {ranks.tp}; models whose encoder and "
+            "decoder share their embedding have one size, and no others are known"
+        )
 
 
 def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
@@ -102,16 +115,21 @@ def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
 
 
 def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) -> tuple[int, int, int]:
-    """(tp, pp, ep). Of two numbers the second counts expert ranks when rank 0 holds the end of the model already."""
+    """(tp, pp, ep). Of two numbers the second counts expert ranks when rank 0 holds the end of the model already.
+
+    A model of two stacks has no experts; its encoder may have stages of its own, and there a head for nothing.
+    """
     sizes = [1 + max(column) for column in zip(*listing.files, strict=True)]
     if len(sizes) == 1:
         return sizes[0], 1, 1
     if len(sizes) == 3:
         return sizes[0], sizes[1], sizes[2]
-    tail: tuple[str, ...] = _TAIL
-    if any(name.startswith(_DECODER) for chunks in weights.values() for chunk in chunks for name in chunk):
-        tail = tuple(name for name in _TAIL if "encoder" not in name)  # which ends on a stage of its own
-    if any(name.startswith(tail) for name in weights[min(weights, key=lambda numbers: numbers[::-1])][-1]):
+    names = {name for chunks in weights.values() for chunk in chunks for name in chunk}
+    two_stacks = all(any(name.startswith(stack) for name in names) for stack in _STACKS) or any(
+        name.startswith(f"{MODEL}.decoder.") for name in names
+    )
+    last = weights[min(weights, key=lambda numbers: numbers[::-1])][-1]
+    if not two_stacks and any(name.startswith(_TAIL) for name in last):
         return sizes[0], 1, sizes[1]
     return sizes[0], sizes[1], 1
 

@@ -4,6 +4,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
@@ -84,26 +85,50 @@ def with_stacks(names: Landmarks, ranks: Ranks) -> Landmarks:
 def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
     """Sizes of the grid and layers of each stage. Raises TensorMismatch when the layers aren't as many as args say."""
     vpp = max(len(chunks) for chunks in ranks.weights.values())
-    counts = []
-    for vpp_rank in range(vpp):
-        for pp_rank in range(ranks.pp):
-            chunks = ranks.dense(0, pp_rank)
-            counts.append(_layer_count(chunks[vpp_rank], names.layers) if vpp_rank < len(chunks) else 0)
+    counts = _stage_layers(ranks, vpp, names.layers)
+    encoder = _encoder_layers(ranks, vpp, names)
     expected = getattr(args, "num_layers", None)
-    if _encoder_layers(ranks, names) and sum(counts) == getattr(args, "decoder_num_layers", None):
+    if sum(encoder) and sum(counts) == getattr(args, "decoder_num_layers", None):
         expected = sum(counts)  # legacy; Megatron core gives a decoder num_layers whatever decoder_num_layers says
     if expected is not None and sum(counts) != expected:
         raise TensorMismatch(
             f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
         )
-    return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=tuple(counts))
-
-
-def _encoder_layers(ranks: Ranks, names: Landmarks) -> int:
-    """Of an encoder beside the stack that the model ends with."""
-    return (
-        0 if names.layers.startswith(names.encoder) else _layer_count(ranks.dense(0, 0)[0], names.encoder + "layers.")
+    if not sum(encoder) or ranks.pp == 1:
+        return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
+    return Layout(
+        ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts, encoder_layers=_own_stages(encoder, counts, args)
     )
+
+
+def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namespace) -> tuple[int, ...]:
+    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't apart."""
+    split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
+    if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
+        raise TensorMismatch(
+            f"the pipeline stages hold {'+'.join(map(str, encoder))} layers of an encoder and {'+'.join(map(str, decoder))} of a decoder; "
+            "Megatron has all of an encoder on stages before its decoder"
+        )
+    expected = getattr(args, "encoder_num_layers", None)
+    if expected is not None and sum(encoder) != expected:
+        raise TensorMismatch(
+            f"the rank files hold {sum(encoder)} layers of an encoder ({'+'.join(map(str, encoder[:split]))}), their args say {expected}; "
+            "is a stage missing?"
+        )
+    return encoder[:split]
+
+
+def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]:
+    """How many layers of a name each stage has, in the order of the model."""
+    stages = [(vpp_rank, ranks.dense(0, pp_rank)) for vpp_rank in range(vpp) for pp_rank in range(ranks.pp)]
+    return tuple(
+        _layer_count(chunks[vpp_rank], before_number) if vpp_rank < len(chunks) else 0 for vpp_rank, chunks in stages
+    )
+
+
+def _encoder_layers(ranks: Ranks, vpp: int, names: Landmarks) -> tuple[int, ...]:
+    """On each stage, of an encoder beside the stack that the model ends with."""
+    return () if names.layers.startswith(names.encoder) else _stage_layers(ranks, vpp, names.encoder + "layers.")
 
 
 def _layer_count(weights: Weights, prefix: str) -> int:
@@ -123,12 +148,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
     """As fields of ModelConfig; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
     first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
     layers = dict(_layers(ranks, layout, names.layers))
-    encoder_layers = _encoder_layers(ranks, names)
-    if encoder_layers and layout.pp > 1:
-        raise UnknownFamily(
-            f"{ranks.files[min(ranks.files)]}: has an encoder and a decoder over {layout.pp} pipeline stages, which releases "
-            "before core 0.14 could write; we read such models from one stage"
-        )
+    encoder_layers = sum(_encoder_layers(ranks, layout.vpp, names))
     if names.embedding not in first or not layers:
         raise UnknownFamily(
             f"{ranks.files[min(ranks.files)]}: is no model that we know (it has no word embeddings, or no layers)"

@@ -12,13 +12,14 @@ from formats.errors import CorruptCheckpoint
 from megaconv.assembled import Placed, assemble
 from megaconv.check import same_names, well_formed
 from megaconv.config import STRUCTURE, ModelConfig
-from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
+from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.hf_config import CONFIG_NAME
 from megaconv.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.layout import Chunk, Layout
 from megaconv.megatron.args import OPTIMIZATION
 from megaconv.megatron.dist_optimizer import DistOptimizer
+from megaconv.megatron.encoder_args import refuse_lost_head
 from megaconv.megatron.optimizer_source import (
     Optimizers,
     assemble_slots,
@@ -28,6 +29,7 @@ from megaconv.megatron.optimizer_source import (
     read_scheduler,
     untrained,
 )
+from megaconv.megatron.rank_optimizer import WITHOUT
 from megaconv.megatron.rank_states import RankId, Ranks, is_legacy, read_ranks
 from megaconv.megatron.read_args import from_arguments, read_layout, true_vocab
 from megaconv.megatron.sizes import (
@@ -38,6 +40,7 @@ from megaconv.megatron.sizes import (
     padded_rows,
     with_stacks,
 )
+from megaconv.megatron.training_output import NOT_APART
 from megaconv.natives import NativeTensor, native_tensors
 from megaconv.options import LoadOptions
 from megaconv.sidecars import SIDECAR_DIRECTORY, find_sidecars
@@ -107,12 +110,16 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts:
         layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
+    if by_args:
+        refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
     padded = padded_rows(ranks, names)
     config = replace(config, vocab=_vocab(options, config, args, padded, written.tp))
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
     wanted = options.optimizer and training.optimizer is not None
+    if wanted and layout.encoder_layers:
+        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {NOT_APART}; {WITHOUT}")
     optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, dialect.naming)
     if wanted and source.dist is not None:
         optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
@@ -225,4 +232,5 @@ def _place_chunk(
     where = ranks.files[rank] + ("" if layout.vpp == 1 else f" (model{chunk.vpp_rank})")
     same_names([native.name for native in natives], weights, where)
     for native in natives:
-        yield Placed(native, weights[native.name], where)
+        if not native.idle:
+            yield Placed(native, weights[native.name], where)

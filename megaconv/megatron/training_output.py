@@ -8,15 +8,20 @@ from typing import Any
 from formats.pickle_records import NumpyArray
 from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.ir import Header
 from megaconv.layout import Layout
 from megaconv.megatron.optimizer_plan import OptimizerWriter
+from megaconv.megatron.rank_optimizer import WITHOUT
 from megaconv.training import TrainingState
 
 NO_RNG = (
     "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
     "of expert ranks): start the run with --no-load-rng"
+)
+NOT_APART = (
+    "where an encoder has pipeline stages of its own, Megatron's optimizer also has state of idle parameters and of further "
+    "copies of the embedding, in an order that we have seen no file of: it is neither read nor written"
 )
 NO_SCHEDULER = (
     "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
@@ -61,10 +66,15 @@ class Carried:
 
 
 def carry(header: Header, layout: Layout, *, keeps_rng: bool) -> Carried:
-    """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them."""
+    """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
+
+    Raises NotExpressible for a layout whose optimizers aren't known.
+    """
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
         return Carried(training)
+    if layout.encoder_layers:
+        raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
     several = layout.ep > 1 and header.config.experts > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
