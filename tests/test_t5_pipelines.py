@@ -9,6 +9,7 @@ Transformer Engine's. e2d2: two stages of the encoder, two of the decoder.
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ import torch
 import megaconv
 from formats.tensor import read_tensor
 from megaconv.checkpoint import open_checkpoint
+from megaconv.conversion import fingerprint
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat
+from megaconv.ir import Key
 from megaconv.layout import LayerSplit, Layout
+from megaconv.training import EXP_AVG, EXP_AVG_SQ
 from tests import encoder_forward
 from tests.conftest import FIXTURES
 from tests.encoder_cases import assert_close, convert, first_file, question, refused, weights
@@ -215,6 +219,61 @@ def test_the_last_of_several_stages_of_a_legacy_decoder_repeats_the_embedding(tm
     assert weights(out) == weights(deep)
 
 
+# Optimizer state.
+
+
+def parameters(model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Megatron's modules list them: a tensor with two names once."""
+    again = ("position_embeddings.", "output_layer.")
+    return {name: t for name, t in model.items() if isinstance(t, torch.Tensor) and not name.startswith(again)}
+
+
+def of_values(model: dict[str, Any]) -> dict[str, Any]:
+    """A plain optimizer whose first moments are twice the weights, and second moments their squares."""
+    held = parameters(model)
+    state = trained({name: tensor.clone() for name, tensor in held.items()}, float16=False)
+    numbered = [t for t in held.values() if t.dim() > 1] + [t for t in held.values() if t.dim() == 1]
+    for number, tensor in enumerate(numbered):
+        state["state"][number] |= {"exp_avg": 2 * tensor, "exp_avg_sq": tensor * tensor}
+    return state
+
+
+@pytest.mark.parametrize("name", [SMALL, DEEP])
+def test_every_parameter_finds_its_own_optimizer_state(name: str, tmp_path: Path) -> None:
+    """Idle ones are counted, and theirs is dropped."""
+    root = tmp_path / "trained"
+    shutil.copytree(source(name), root)
+    for path in root.glob("*/mp_rank_*"):
+        edit(root, path.name, lambda state: state.update(optimizer=of_values(state["model"])))
+    checkpoint = open_checkpoint(root)
+    assert len(checkpoint.slots) == 2 * len(checkpoint.tensors)
+    for tensor in checkpoint.tensors:
+        value = checkpoint.load(tensor)
+        for slot, expected in ((EXP_AVG, 2 * value), (EXP_AVG_SQ, value * value)):
+            found = read_tensor(checkpoint.slots[Key(tensor, slot)]).view(np.float32).reshape(value.shape)
+            assert np.array_equal(found, expected.numpy()), (tensor, slot)
+    whole = convert(root, tmp_path / "whole", tp=1, pp=1)
+    apart = convert(whole, tmp_path / "apart", tp=2, pp=2, split_rank=1)
+    assert fingerprint(root) == fingerprint(whole) == fingerprint(apart)
+    for path in apart.glob("*/mp_rank_*/model_optim_rng.pt"):
+        state = read_rank_file(path)
+        held = sum(len(group["params"]) for group in state["optimizer"]["param_groups"])
+        assert held == len(parameters(state["model"]))
+
+
+def test_the_distributed_optimizers_state_is_refused_both_ways_and_can_be_left_out(tmp_path: Path) -> None:
+    whole = convert(source(SMALL), tmp_path / "whole", tp=1, pp=1)
+    edit(whole, "mp_rank_00", lambda state: state.update(optimizer=of_values(state["model"])))
+    options = {"pp": 2, "split_rank": 1, "distributed_optimizer": True}
+    assert "distributed optimizer" in refused(whole, tmp_path / "out", "core", **options)
+    apart = convert(whole, tmp_path / "apart", **options, optimizer=False)
+    assert weights(apart) == weights(source(SMALL))
+    buffers = {"optimizer": {"param_groups": []}}
+    edit(apart, "mp_rank_00_000", lambda found: found.update(optimizer=buffers))
+    with pytest.raises(NotExpressible, match=r"mp_rank_00_000.*distributed optimizer.*--no-optimizer"):
+        weights(apart)
+
+
 # What can't be.
 
 
@@ -273,25 +332,6 @@ def test_a_distributed_checkpoint_without_the_trained_head_is_refused(tmp_path: 
     torch.save(state, common)
     with pytest.raises(TensorMismatch, match="untrained head in place of the decoder's"):
         open_checkpoint(out)
-
-
-def test_optimizer_state_is_refused_both_ways_and_can_be_left_out(tmp_path: Path) -> None:
-    whole = convert(source(SMALL), tmp_path / "whole", tp=1, pp=1)
-    state = read_rank_file(first_file(whole))
-    again = {
-        "position_embeddings.weight": "embedding.position_embeddings.weight",
-        "output_layer.bias": "lm_head.output_layer.bias",
-    }
-    once = {name: tensor for name, tensor in state["model"].items() if tensor is not None and name not in again}
-    state["optimizer"] = trained(once, float16=False)
-    state["model"] |= {alias: once[name] for alias, name in again.items()}
-    torch.save(state, first_file(whole))
-    assert "--no-optimizer" in refused(whole, tmp_path / "out", "core", pp=2, split_rank=1)
-    apart = convert(whole, tmp_path / "apart", pp=2, split_rank=1, optimizer=False)
-    assert weights(apart) == weights(whole)
-    edit(apart, "mp_rank_00_000", lambda found: found.update(optimizer=state["optimizer"]))
-    with pytest.raises(NotExpressible, match=r"mp_rank_00_000.*idle parameters.*--no-optimizer"):
-        weights(apart)
 
 
 # The command line.

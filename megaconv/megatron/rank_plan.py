@@ -129,7 +129,7 @@ def plan_ranks(
 ) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
-    carried = carry(header, layout, keeps_rng=True)
+    carried = carry(header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer))
     vars(arguments).update(carried.arguments(distributed=bool(options.distributed_optimizer)))
     return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments, carried).plan()
 

@@ -107,7 +107,7 @@ def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namesp
     if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
         raise TensorMismatch(
             f"the pipeline stages hold {'+'.join(map(str, encoder))} layers of an encoder and {'+'.join(map(str, decoder))} of a decoder; "
-            "Megatron has all of an encoder on stages before its decoder"
+            "expected all of the encoder's on stages before the decoder's"
         )
     expected = getattr(args, "encoder_num_layers", None)
     if expected is not None and sum(encoder) != expected:

@@ -20,8 +20,8 @@ NO_RNG = (
     "of expert ranks): start the run with --no-load-rng"
 )
 NOT_APART = (
-    "where an encoder has pipeline stages of its own, Megatron's optimizer also has state of idle parameters and of further "
-    "copies of the embedding, in an order that we have seen no file of: it is neither read nor written"
+    "where an encoder has pipeline stages of its own, Megatron's distributed optimizer lays out copies of the embedding in a way "
+    "that we have seen no file of: its state is neither read nor written"
 )
 NO_SCHEDULER = (
     "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
@@ -65,15 +65,16 @@ class Carried:
         )
 
 
-def carry(header: Header, layout: Layout, *, keeps_rng: bool) -> Carried:
+def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool = False) -> Carried:
     """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
 
+    distributed: whether rank files are for runs with the distributed optimizer.
     Raises NotExpressible for a layout whose optimizers aren't known.
     """
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
         return Carried(training)
-    if layout.encoder_layers:
+    if layout.encoder_layers and distributed:
         raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
     several = layout.ep > 1 and header.config.experts > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
