@@ -20,10 +20,10 @@ class Chunk(NamedTuple):
     is_last: bool
     """Holds the final norm and the head."""
     encoder: range | None = None
-    """Of a model with an encoder on stages of its own: which of its layers; none on the decoder's. None: all, where is_first."""
+    """Which layers of an encoder that has stages of its own, none on its decoder's. None: it has not, and all lie with is_first."""
     ends_encoder: bool = False
     starts_decoder: bool = False
-    """Whether it comes first or last of these stages, where the encoder has its own."""
+    """Whether it is the last of the encoder's own stages, or the first after them."""
 
     @property
     def embeds(self) -> bool:
@@ -154,7 +154,7 @@ def split_stacks(encoder: int, decoder: int, pp: int, split_rank: int) -> tuple[
     if not 0 < split_rank < pp:
         raise LayoutError(
             f"pipeline split rank = {split_rank} with pp = {pp}: the encoder has the stages before it, the decoder the others, "
-            f"so that it has to be 1 or more, and less than pp"
+            "so that it has to be 1 or more, and less than pp"
         )
     stages = pp - split_rank
     ours = divide(encoder, split_rank, "layers of the encoder", "pipeline stages before the split rank")

@@ -22,7 +22,7 @@ import megaconv
 from formats.tensor import read_tensor
 from megaconv.checkpoint import open_checkpoint
 from megaconv.conversion import fingerprint
-from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat
+from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch, UnknownFormat
 from megaconv.ir import Key
 from megaconv.layout import LayerSplit, Layout
 from megaconv.training import EXP_AVG, EXP_AVG_SQ
@@ -145,6 +145,27 @@ def test_every_step_of_a_chain_holds_the_same_model(
     assert (checkpoint.config, checkpoint.layout) == (first.config, first.layout)
     assert megaconv.verify(path).same
     assert megaconv.diff(source(name), path).same
+
+
+def test_a_decoder_of_another_depth_is_read_and_is_for_legacy_models(tmp_path: Path) -> None:
+    """Core's own training script let a decoder have decoder_num_layers at first, and num_layers later."""
+    out = convert(source(SMALL), tmp_path / "out", tp=1)
+
+    def deepen(state: dict[str, Any]) -> None:
+        model = state["model"]
+        model |= {
+            name.replace(".0.", ".1."): value for name, value in model.items() if name.startswith("decoder.layers.")
+        }
+        state["args"].decoder_num_layers = 2
+
+    edit(out, "mp_rank_00_001", deepen)
+    edit(out, "mp_rank_00_000", lambda state: setattr(state["args"], "decoder_num_layers", 2))
+    config = open_checkpoint(out).config
+    assert (config.encoder_layers, config.layers) == (1, 2)
+    assert "--saver legacy" in refused(out, tmp_path / "core", "core")
+    legacy = convert(out, tmp_path / "legacy", "legacy", pp=3, split_rank=1)
+    assert weights(legacy) == weights(out)
+    assert str(open_checkpoint(legacy).layout) == "TP 1, PP 3 (encoder 1, decoder 1+1)"
 
 
 # Legacy models.
@@ -313,6 +334,16 @@ def test_stages_that_mix_the_stacks_or_lack_layers_are_refused(tmp_path: Path) -
     edit(out, "mp_rank_00_000", lambda state: setattr(state["args"], "num_layers", 3))
     with pytest.raises(TensorMismatch, match=r"1\+1\+0\+0 layers of an encoder and 0\+1\+1\+1 of a decoder"):
         open_checkpoint(out)
+
+
+@pytest.mark.parametrize(("name", "gone", "left"), [(SMALL, "1", 1), (SMALL, "0", 1), (DEEP, "23", 2), (DEEP, "3", 3)])
+def test_a_stage_that_is_missing_is_missed(name: str, gone: str, left: int, tmp_path: Path) -> None:
+    shutil.copytree(source(name), tmp_path / "part")
+    for stage in gone:
+        for directory in tmp_path.glob(f"part/*/mp_rank_*_00{stage}"):
+            shutil.rmtree(directory)
+    with pytest.raises(CorruptCheckpoint, match=rf"rank directories for {left} in all; is one missing\?"):
+        open_checkpoint(tmp_path / "part")
 
 
 def test_an_encoder_with_fewer_tensor_ranks_is_refused(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def read_ranks(listing: RankFiles, *, first_tp_rank_only: bool = False) -> Ranks
         {rank: f"{listing.files[n].parent.name}/{listing.files[n].name}" for rank, n in ids.items()},
         {rank: listing.files[read[n]] for rank, n in ids.items()},
     )
-    _require_one_size(ranks)
+    _require_stacks(ranks)
     _require_complete(ranks, listing)
     return ranks
 
@@ -91,14 +91,24 @@ def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:
     return RankId(*numbers, *(0,) * (3 - len(numbers)))
 
 
-def _require_one_size(ranks: Ranks) -> None:
-    """Core 0.9 to 0.13 can give an encoder fewer tensor ranks, but not that of a T5, which shares its embedding."""
+def _require_stacks(ranks: Ranks) -> None:
+    """What core 0.9 to 0.13 says of an encoder with stages of its own has to be so.
+
+    They can give it fewer tensor ranks too, but not that of a T5, which shares its embedding with the decoder.
+    """
     first = min(ranks.states)
-    size = getattr(ranks.states[first].get("args"), "encoder_tensor_model_parallel_size", None)
-    if type(size) is int and 0 < size != ranks.tp:
+    args, words = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
+    found = [getattr(args, f"{word}_model_parallel_size", None) for word in words]
+    own, others, tp = (size if type(size) is int else 0 for size in found)
+    if own and 0 < tp < ranks.tp:
         raise UnknownFormat(
-            f"{ranks.files[first]}: its encoder has tensor parallel size {size}, its decoder {ranks.tp}; models whose encoder and "
+            f"{ranks.files[first]}: its encoder has tensor parallel size {tp}, its decoder {ranks.tp}; models whose encoder and "
             "decoder share their embedding have one size, and no others are known"
+        )
+    if own and own + others != ranks.pp:
+        raise CorruptCheckpoint(
+            f"{ranks.files[first]}: its args tell of {own} pipeline stages of an encoder and {others} of a decoder, there are rank "
+            f"directories for {ranks.pp} in all; is one missing?"
         )
 
 
