@@ -395,4 +395,5 @@ def main() -> None:
         print(f"megaconv: error: {error}", file=sys.stderr)
         sys.exit(1)
     finally:
+        gc.freeze()  # or the interpreter would look through everything once more before it ends
         gc.enable()

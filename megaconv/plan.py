@@ -12,8 +12,8 @@ from megaconv.ir import Key
 from megaconv.natives import Region
 
 MAX_WORKERS = 8
-BLOCK_BYTES = 4 << 20
-"""Tensors are moved in blocks of this size: large enough for the disk, small enough for the caches."""
+BLOCK_BYTES = 2 << 20
+"""Tensors are moved in blocks of this size: large enough for the disk, small enough for the caches (benchmarks/convert.py)."""
 
 
 @dataclass(frozen=True)
