@@ -1,6 +1,7 @@
 """Rotary positions: the angles of a configuration, scaled or not, and the rotation of heads by halves."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from megaconv.errors import NotExpressible
 def frequencies(config: ModelConfig) -> Tensor:
     """Angle per position of each pair of elements, float32 [rotated / 2].
 
-    Source of the llama3 rule: Llama 3.1's reference implementation. Raises NotExpressible for scaling of another kind.
+    Sources: of the llama3 rule Llama 3.1's reference implementation, of yarn arXiv 2309.00071. Raises NotExpressible for
+    scaling of another kind.
     """
     rotated = int(config.head_dim * config.rotary_percent)
     plain: Tensor = 1.0 / config.rope_theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
@@ -22,9 +24,11 @@ def frequencies(config: ModelConfig) -> Tensor:
         return plain
     if scaling["rope_type"] == "linear":
         return plain / float(scaling["factor"])
+    if scaling["rope_type"] == "yarn":
+        return _yarn(plain, scaling, config.rope_theta)
     if scaling["rope_type"] != "llama3":
         raise NotExpressible(
-            f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear and llama3"
+            f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear, llama3 and yarn"
         )
     factor, original, low, high = (
         float(scaling[name])
@@ -35,11 +39,42 @@ def frequencies(config: ModelConfig) -> Tensor:
     return (1 - keep) * plain / factor + keep * plain
 
 
+def _yarn(plain: Tensor, scaling: Mapping[str, Any], theta: float) -> Tensor:
+    """Pairs that turn often stay, those that hardly turn are stretched; in between a ramp by their number."""
+    original = float(scaling["original_max_position_embeddings"])
+
+    def pair(turns: float) -> float:
+        """The number of the pair that makes so many turns over the original length."""
+        return len(plain) * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(plain) - 1)
+    stretched = ((torch.arange(len(plain)) - first) / max(last - first, 0.001)).clamp(0, 1)
+    return plain * (1 - stretched) + plain / float(scaling["factor"]) * stretched
+
+
+def magnitude(config: ModelConfig) -> float:
+    """What yarn multiplies cos and sin with, so that attention stays as sharp as it was."""
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type") != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def scale(strength: float) -> float:
+        return 0.1 * strength * math.log(max(float(scaling["factor"]), 1.0)) + 1.0
+
+    both = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return scale(both[0]) / scale(both[1]) if both[0] and both[1] else scale(1.0)
+
+
 class Rotary:
     """cos and sin for one pass; made once, used by every layer."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._frequencies, self._dtype = frequencies(config).to(device), dtype
+        self._frequencies, self._dtype, self._magnitude = frequencies(config).to(device), dtype, magnitude(config)
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -52,7 +87,7 @@ class Rotary:
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[..., None, None] * self._frequencies
-        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
