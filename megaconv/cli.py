@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from megaconv import command_options as opt
-from megaconv.errors import CheckpointError, Interrupted
+from megaconv.errors import CheckpointError, Interrupted, is_interruption
 
 app = typer.Typer(
     name="megaconv",
@@ -147,7 +147,9 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
             "converting", lambda: _size(load_dir, load_options(saver, options)), shown=ranks.rank == 0
         ) as progress:
             report = run(load_dir, save_dir, saver, options, progress.advance, ranks)
-    except Interrupted:
+    except (Interrupted, RuntimeError) as error:
+        if not is_interruption(error):
+            raise
         raise Interrupted("give --resume again to go on" if options.resume else "") from None
     if ranks.rank:
         return
@@ -385,8 +387,11 @@ def main() -> None:
     except CheckpointError as error:
         print(f"megaconv: error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    except Interrupted as interrupted:
-        print(f"megaconv: interrupted; {str(interrupted) or 'nothing was left behind'}", file=sys.stderr)
+    except (Interrupted, RuntimeError) as error:
+        if not is_interruption(error):
+            raise
+        hint = str(error) if isinstance(error, Interrupted) else ""
+        print(f"megaconv: interrupted; {hint or 'nothing was left behind'}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()

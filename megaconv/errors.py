@@ -17,6 +17,7 @@ __all__ = [
     "UnknownFormat",
     "UnsafeContent",
     "UsageError",
+    "is_interruption",
 ]
 
 
@@ -64,6 +65,13 @@ class ModelsDiffer(CheckpointError):
 
 class Interrupted(BaseException):
     """Ctrl-C or SIGTERM. No KeyboardInterrupt, which Typer would turn into a silent exit."""
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Also where it came while a thread was taking a lock back, which the lock answers with an error of its own."""
+    return isinstance(error, (Interrupted, KeyboardInterrupt)) or (
+        isinstance(error, RuntimeError) and isinstance(error.__context__, Interrupted)
+    )
 
 
 class Cancelled(CheckpointError):

@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from megaconv.errors import CheckpointError, Interrupted, UsageError
+from megaconv.errors import CheckpointError, Interrupted, UsageError, is_interruption
 
 JOIN_SECONDS = 60
 """How long ranks wait for each other at the beginning, and how long one may be silent later."""
@@ -62,7 +62,7 @@ class Ranks:
 
     def fail(self, error: BaseException) -> bool:
         """End the others because of this error. Whether it was an interruption, here or elsewhere, that ended the first."""
-        return isinstance(error, (Interrupted, KeyboardInterrupt))
+        return is_interruption(error)
 
 
 ALONE = Ranks()
@@ -193,7 +193,7 @@ class Joined(Ranks):
     def fail(self, error: BaseException) -> bool:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        interrupted = isinstance(error, (Interrupted, KeyboardInterrupt))
+        interrupted = is_interruption(error)
         if interrupted and self._first is None:
             self._watch.join(_PATIENCE_SECONDS)
         first = self._claim("interrupted" if interrupted else "failed")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megaconv import cli
+from megaconv.errors import Interrupted
 from tests.models import write_large_llama, write_llama
 from tests.runs import Outcome, assert_refused, finish, run, snapshot, start, unchanged
 
@@ -100,6 +102,27 @@ def complete_outcome(model: Path) -> dict[str, str]:
 
 
 # Ctrl-C and SIGTERM.
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "behind the error of a lock"])
+def test_an_interruption_is_told_as_such(
+    hidden: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A signal may come while Condition.wait() takes its lock back: then leaving the lock fails."""
+
+    def interrupted() -> None:
+        try:
+            raise Interrupted
+        finally:
+            if hidden:
+                raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "megaconv: interrupted; nothing was left behind\n"
 
 
 def assert_interrupted(outcome: Outcome, *words: str) -> None:

@@ -204,7 +204,8 @@ def test_every_element_lies_on_exactly_one_rank_or_on_every_tensor_parallel_rank
         filled = len(joined) - native.padding_rows
         assert (joined[:filled] != PADDING).all(), f"{native.name}: an element belongs to nothing"
         assert (joined[filled:] == PADDING).all(), f"{native.name}: a padding row holds something"
-        copies = layout.tp if native.replicated and not naming.startswith("hf") else 1
+        ranks = layout.etp if native.of_experts else layout.tp
+        copies = ranks if native.replicated and not naming.startswith("hf") else 1
         times.update({int(label): 1.0 / copies for label in joined[:filled].reshape(-1)})
     assert set(times) == set(chain.from_iterable(label.reshape(-1).tolist() for label in labels.values()))
     assert set(times.values()) == {1}
