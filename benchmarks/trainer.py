@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from megaconv.config import ModelConfig
-from megaconv.layout import Layout
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine
 from megatron_lite.grid import make_grid

@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 mkdir -p "$work"
 
 echo "1. A Llama with random weights, and what it is to learn"
-"$python" -c "import sys; from pathlib import Path; from megaconv.demo import make_model; make_model(Path(sys.argv[1]))" "$work/llama"
+"$python" -c "import sys; from pathlib import Path; from megaconv.commands.demo import make_model; make_model(Path(sys.argv[1]))" "$work/llama"
 cat > "$work/lines.jsonl" <<'LINES'
 {"prompt": "A checkpoint is", "completion": " a model at rest. Its tensors have names, shapes and values."}
 {"prompt": "Training is", "completion": " a model at work. Its tensors have gradients, moments and no rest."}

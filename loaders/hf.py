@@ -5,12 +5,12 @@ from pathlib import Path
 
 from megaconv.errors import UsageError
 from megaconv.families import read_config
-from megaconv.hf_config import CONFIG_NAME, load_config
-from megaconv.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.options import LoadOptions
-from megaconv.quantized import dequantize, quant_method
-from megaconv.sidecars import find_sidecars
-from megaconv.weight_files import read_directory, whole_model
+from megaconv.engine.quantized import dequantize, quant_method
+from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.weight_files import read_directory, whole_model
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
 

@@ -19,11 +19,11 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Box
 from megaconv.errors import UnknownFamily
-from megaconv.ir import OpenedSource
-from megaconv.megatron.rank_states import Ranks, holds_legacy
-from megaconv.megatron.sizes import LEGACY
-from megaconv.megatron.source import Dialect, open_model, open_ranks
-from megaconv.natives import NativeTensor, Region
+from megaconv.model.ir import OpenedSource
+from megaconv.megatron.states.ranks import Ranks, holds_legacy
+from megaconv.megatron.arguments.sizes import LEGACY
+from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
+from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint versions 0 to 3"

@@ -5,7 +5,7 @@
 
 q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 cut the embedding by columns, Llama 3 by rows: the
 shapes tell. They tell the width of Llama's MLP and its vocabulary too, which params.json may leave open. A head is tied
-where it is missing, or equal to the embedding in every bit. What neither tells is assumed as megaconv/meta_params.py says;
+where it is missing, or equal to the embedding in every bit. What neither tells is assumed as megaconv/families/parts/meta_params.py says;
 a Hugging Face directory (--config) knows better.
 """
 
@@ -21,21 +21,21 @@ import numpy as np
 from formats.errors import CorruptCheckpoint
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
 from megaconv import registry
-from megaconv.assembled import Placed, assemble
-from megaconv.check import same_names
-from megaconv.config import STRUCTURE, ModelConfig
+from megaconv.engine.assembled import Placed, assemble
+from megaconv.model.check import same_names
+from megaconv.model.config import STRUCTURE, ModelConfig
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
-from megaconv.hf_config import CONFIG_NAME
-from megaconv.ir import Header, Key, OpenedSource, Source, describe, main_dtype
-from megaconv.layout import Chunk, Layout
-from megaconv.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
-from megaconv.natives import native_tensors
+from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
+from megaconv.model.layout import Chunk, Layout
+from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
+from megaconv.model.natives import native_tensors
 from megaconv.options import LoadOptions
-from megaconv.plan import BLOCK_BYTES
-from megaconv.sidecars import find_sidecars
-from megaconv.table import canonical_shapes
-from megaconv.weight_files import read_file, read_sharded
+from megaconv.engine.plan import BLOCK_BYTES
+from megaconv.engine.sidecars import find_sidecars
+from megaconv.model.table import canonical_shapes
+from megaconv.engine.weight_files import read_file, read_sharded
 
 DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megaconv import registry
 from megaconv.errors import UsageError
-from megaconv.ir import Source
+from megaconv.model.ir import Source
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Hugging Face transformers, Mixtral only (Megatron-LM's name; hf reads it as well)"

@@ -1,5 +1,5 @@
 """`python -m megaconv`."""
 
-from megaconv.cli import main
+from megaconv.commands.cli import main
 
 main()

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from megaconv.comparison import Diff, diff_sources
-from megaconv.conversion import ConvertOptions, Report, open_source
-from megaconv.conversion import convert as run_conversion
-from megaconv.conversion import fingerprint as fingerprint
-from megaconv.inspection import inspect as inspect
-from megaconv.layout import LayerSplit
+from megaconv.commands.comparison import Diff, diff_sources
+from megaconv.engine.conversion import ConvertOptions, Report, open_source
+from megaconv.engine.conversion import convert as run_conversion
+from megaconv.engine.conversion import fingerprint as fingerprint
+from megaconv.commands.inspection import inspect as inspect
+from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
-from megaconv.plan import default_workers
-from megaconv.verification import verify as verify
+from megaconv.engine.plan import default_workers
+from megaconv.commands.verification import verify as verify
 
 
 def convert(

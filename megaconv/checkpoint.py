@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
-from megaconv.config import ModelConfig
-from megaconv.conversion import open_source
-from megaconv.ir import WEIGHT, Header, Key
-from megaconv.layout import Layout
+from megaconv.model.config import ModelConfig
+from megaconv.engine.conversion import open_source
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.layout import Layout
 from megaconv.options import LoadOptions
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaconv.errors import UsageError
-from megaconv.layout import LayerSplit
+from megaconv.model.layout import LayerSplit
 
 
 @dataclass(frozen=True)

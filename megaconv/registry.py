@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from megaconv.errors import UnknownFormat
-from megaconv.ir import Header, Source
+from megaconv.model.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions
-from megaconv.plan import OutputPlan
+from megaconv.engine.plan import OutputPlan
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints

@@ -4,12 +4,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import UsageError
-from megaconv.layout import Layout
-from megaconv.megatron.args import to_arguments
-from megaconv.megatron.read_args import from_arguments
-from megaconv.training import TrainingState
+from megaconv.model.layout import Layout
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.megatron.arguments.read import from_arguments
+from megaconv.model.training import TrainingState
 from megatron_lite.config import Model, Settings, flags
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")

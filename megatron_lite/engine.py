@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megatron_lite import comm, rng
 from megatron_lite.batch import Microbatch
 from megatron_lite.buckets import ChunkBuckets

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
-from megaconv.layout import Chunk, Layout, padded_vocab
-from megaconv.natives import rank_sizes
+from megaconv.model.layout import Chunk, Layout, padded_vocab
+from megaconv.model.natives import rank_sizes
 from megatron_lite import comm, recompute, rng
 from megatron_lite.attention import Documents, attend
 from megatron_lite.batch import Microbatch

@@ -1,4 +1,4 @@
-"""How a model is run and optimized, beside what it is (megaconv.config.ModelConfig) and where (megatron_lite.grid)."""
+"""How a model is run and optimized, beside what it is (megaconv.model.config.ModelConfig) and where (megatron_lite.grid)."""
 
 from dataclasses import dataclass
 

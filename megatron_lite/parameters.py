@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from megaconv.families import family
-from megaconv.layout import Chunk
-from megaconv.natives import NativeTensor, native_tensors
+from megaconv.model.layout import Chunk
+from megaconv.model.natives import NativeTensor, native_tensors
 from megatron_lite.grid import Grid
 from megatron_lite.model import Plan
 

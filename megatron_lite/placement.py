@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from formats.tensor import Shape, matrix_shape
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.families import family
-from megaconv.layout import Chunk, Layout
-from megaconv.natives import NativeTensor, Region, native_tensors
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.natives import NativeTensor, Region, native_tensors
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from formats.tensor import Box, LazyTensor, matrix_shape
-from megaconv.config import ModelConfig
-from megaconv.conversion import open_source
+from megaconv.model.config import ModelConfig
+from megaconv.engine.conversion import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
-from megaconv.ir import WEIGHT, Header, Key
-from megaconv.natives import NativeTensor
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 from megatron_lite.checkpoint import has_checkpoint
 from megatron_lite.config import Settings

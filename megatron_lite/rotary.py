@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 
 

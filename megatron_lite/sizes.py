@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError, UsageError
-from megaconv.layout import LayerSplit, Layout, split_layers
+from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.config import Parallel, Settings
 from megatron_lite.grid import check_sizes
 from megatron_lite.options import ModelOptions

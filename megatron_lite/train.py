@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megatron_lite import plot
 from megatron_lite.checkpoint import Saver
 from megatron_lite.config import Settings

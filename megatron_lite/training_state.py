@@ -11,10 +11,10 @@ from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
-from megaconv.config import ModelConfig
-from megaconv.layout import padded_vocab
-from megaconv.megatron.args import to_arguments
-from megaconv.training import TrainingState
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import padded_vocab
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.training import TrainingState
 from megatron_lite.config import Settings
 from megatron_lite.sizes import Sizes
 

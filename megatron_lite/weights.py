@@ -12,8 +12,8 @@ from torch import Tensor
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
-from megaconv.natives import NativeTensor
-from megaconv.table import canonical_shapes
+from megaconv.model.natives import NativeTensor
+from megaconv.model.table import canonical_shapes
 from megatron_lite.engine import Engine
 from megatron_lite.rng import mix
 

@@ -3,14 +3,14 @@
 import logging
 from dataclasses import replace
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import UsageError
-from megaconv.ir import Header
-from megaconv.megatron.args import has_yarn
-from megaconv.megatron.names import extra_states, module_order
-from megaconv.megatron.rank_plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.model.ir import Header
+from megaconv.megatron.arguments.write import has_yarn
+from megaconv.megatron.states.names import extra_states, module_order
+from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.options import SaveOptions
-from megaconv.plan import OutputPlan
+from megaconv.engine.plan import OutputPlan
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
 
@@ -28,7 +28,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         header = replace(header, config=replace(header.config, head_activation="gelu"))
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
-        from megaconv.megatron.dist_plan import plan_dist  # rank files need nothing of it
+        from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
 
         planned = plan_dist(header, options, layout)
     else:

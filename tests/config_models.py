@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.families import families, family_of_hf
 from tests.strategies import Draw
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import megaconv
-from megaconv.conversion import fingerprint
+from megaconv.engine.conversion import fingerprint
 from megaconv.errors import LayoutError, NotExpressible
 from tests.conftest import FIXTURES
 

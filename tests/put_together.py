@@ -10,10 +10,10 @@ from formats import safetensors, torch_zip
 from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape, read_tensor
 from megaconv.checkpoint import Checkpoint
 from megaconv.families import families
-from megaconv.ir import Key
-from megaconv.layout import Chunk, Layout
-from megaconv.natives import NativeTensor, native_tensors
-from megaconv.training import EXP_AVG, EXP_AVG_SQ, MASTER
+from megaconv.model.ir import Key
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.training import EXP_AVG, EXP_AVG_SQ, MASTER
 
 
 def elements(tensor: LazyTensor) -> np.ndarray[Any, Any]:

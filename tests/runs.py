@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from megaconv.cli import main
+from megaconv.commands.cli import main
 
-MAIN = "\nfrom megaconv.cli import main; main()"
+MAIN = "\nfrom megaconv.commands.cli import main; main()"
 
 
 class Outcome(NamedTuple):

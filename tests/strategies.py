@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.families import families
-from megaconv.layout import Layout
-from megaconv.table import NAMINGS, expressible
+from megaconv.model.layout import Layout
+from megaconv.model.table import NAMINGS, expressible
 
 Draw = st.DrawFn
 

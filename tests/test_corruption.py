@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaconv.conversion import open_source
+from megaconv.engine.conversion import open_source
 from megaconv.errors import CheckpointError
-from megaconv.fingerprints import fingerprint_source
+from megaconv.engine.fingerprints import fingerprint_source
 from tests.models import write_llama
 from tests.runs import run
 

@@ -10,8 +10,8 @@ from formats import safetensors, torch_dist
 from formats.chunked import ChunkedTensor
 from formats.tensor import FileTensor, read_tensor
 from megaconv.families import families
-from megaconv.layout import Chunk, Layout
-from megaconv.natives import native_tensors
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.natives import native_tensors
 from tests.conftest import FIXTURES
 from tests.put_together import elements, put_together
 from tests.runs import run

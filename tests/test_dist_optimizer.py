@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import megaconv
 from formats import torch_dist, torch_zip, zarr_arrays
 from megaconv.errors import CheckpointError, TensorMismatch, UsageError
-from megaconv.megatron.optimizer_buffers import BufferParameter, fill, fitting, matching
+from megaconv.megatron.optimizer.buffers import BufferParameter, fill, fitting, matching
 from tests.conftest import FIXTURES
 from tests.put_together import assert_holds_optimizer
 from tests.runs import assert_refused, run, unchanged

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import family, family_of_hf
-from megaconv.ir import TrainingState
-from megaconv.layout import Layout
-from megaconv.megatron.args import to_arguments
-from megaconv.megatron.read_args import from_arguments
+from megaconv.model.ir import TrainingState
+from megaconv.model.layout import Layout
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.megatron.arguments.read import from_arguments
 
 Draw = st.DrawFn
 

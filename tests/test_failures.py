@@ -518,7 +518,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path, transpo
         )
     shrink = f"""
 from pathlib import Path
-from megaconv import conversion
+from megaconv.engine import conversion
 opened = conversion.open_source
 def then_shrink(*arguments):
     source = opened(*arguments)

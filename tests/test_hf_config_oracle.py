@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import family
 from tests.config_models import (

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from megaconv.conversion import fingerprint
+from megaconv.engine.conversion import fingerprint
 from tests.models import write_llama
 from tests.runs import Outcome, assert_refused, finish, start
 

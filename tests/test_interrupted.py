@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaconv import cli
+from megaconv.commands import cli
 from megaconv.errors import Interrupted
 from tests.models import write_large_llama, write_llama
 from tests.runs import Outcome, assert_refused, finish, run, snapshot, start, unchanged
@@ -29,7 +29,7 @@ FileTensor.read_into = slowly
 KILL = """
 import os, pathlib, signal
 from formats.tensor import FileTensor
-from megaconv import transfer
+from megaconv.engine import transfer
 transfer.JOURNAL_SECONDS = 0
 owner, name, number = {owner}, {name!r}, {number}
 call, calls = getattr(owner, name), []
@@ -173,7 +173,7 @@ def test_an_interrupted_conversion_leaves_what_it_would_have_replaced(model: Pat
 def test_an_interrupted_verification_leaves_nothing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     marker = tmp_path_factory.mktemp("marker") / "verifying"
     verifying = f"""
-from megaconv import conversion
+from megaconv.engine import conversion
 verify = conversion.verify_fingerprint
 def slowly(*arguments, **options):
     exec({slow(marker)!r}, {{}})

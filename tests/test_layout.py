@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from formats import torch_zip
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import LayoutError
-from megaconv.layout import Chunk, LayerSplit, Layout, padded_vocab, parse_pattern, split_arguments, split_layers
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, parse_pattern, split_arguments, split_layers
 from tests.conftest import FIXTURES
 from tests.strategies import layouts
 

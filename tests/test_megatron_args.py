@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megaconv.config import ModelConfig
-from megaconv.conversion import ConvertOptions, convert, fingerprint
+from megaconv.model.config import ModelConfig
+from megaconv.engine.conversion import ConvertOptions, convert, fingerprint
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
-from megaconv.hf_config import load_config
-from megaconv.layout import Layout
-from megaconv.megatron.args import to_arguments
-from megaconv.megatron.read_args import from_arguments, true_vocab
+from megaconv.families.parts.hf_config import load_config
+from megaconv.model.layout import Layout
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.megatron.arguments.read import from_arguments, true_vocab
 from megaconv.options import SaveOptions
-from megaconv.training import TrainingState
+from megaconv.model.training import TrainingState
 from tests.config_models import LLAMA, LLAMA3, SCALINGS, YARN, Raw, configs, in_old_words, raw_config, read
 from tests.models import write_llama
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megaconv.conversion import ConvertOptions, convert, fingerprint, open_source
+from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
 from megaconv.errors import CheckpointError
-from megaconv.meta_params import ffn_width, write_params
+from megaconv.families.parts.meta_params import ffn_width, write_params
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
 from tests.models import write_llama

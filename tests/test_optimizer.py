@@ -16,9 +16,9 @@ import megaconv
 from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch, UsageError
-from megaconv.ir import Key
-from megaconv.megatron.optimizer_buffers import BufferParameter, fill, gaps
-from megaconv.training import ADAM, MASTER, SGD
+from megaconv.model.ir import Key
+from megaconv.megatron.optimizer.buffers import BufferParameter, fill, gaps
+from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import read_rank_file
 from tests.optimizer_models import SCHEDULER, load, trained, write_trained_llama

@@ -200,10 +200,10 @@ import torch
 
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import Box, matrix_shape
-from megaconv.config import ModelConfig
-from megaconv.ir import Header, Key, TensorInfo
-from megaconv.plan import OutputPlan, Placement
-from megaconv.natives import Region
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, Key, TensorInfo
+from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.model.natives import Region
 
 DESCRIPTION = "all tensors in one npz file"
 

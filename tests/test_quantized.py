@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats.tensor import ITEMSIZE, Box, LazyTensor, read_tensor
-from megaconv.conversion import fingerprint
+from megaconv.engine.conversion import fingerprint
 from megaconv.errors import NotExpressible, TensorMismatch
-from megaconv.quantized import dequantize
-from megaconv.stream import ArrayTensor, as_lazy
+from megaconv.engine.quantized import dequantize
+from megaconv.engine.stream import ArrayTensor, as_lazy
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 

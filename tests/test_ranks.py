@@ -17,8 +17,8 @@ import torch.distributed  # noqa: F401  (the forked ranks have it then)
 
 from formats.staging import StagedFile
 from formats.tensor import Box, Bytes, FileTensor
-from megaconv.cli import main
-from megaconv.ranks import ALONE, Joined, started_ranks
+from megaconv.commands.cli import main
+from megaconv.engine.ranks import ALONE, Joined, started_ranks
 from tests.models import write_llama
 from tests.runs import Outcome, run, snapshot, unchanged
 
@@ -277,7 +277,7 @@ def test_killed_ranks_can_be_resumed(model: Path, folder: Path) -> None:
     expected = complete_outcome(command(model))
 
     def journal_often() -> None:
-        from megaconv import transfer
+        from megaconv.engine import transfer
 
         transfer.JOURNAL_SECONDS = 0
         slow(0.1)()

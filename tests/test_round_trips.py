@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from formats.tensor import Box, read_tensor
-from megaconv import conversion
-from megaconv.cast import CastTensor
+from megaconv.engine import conversion
+from megaconv.engine.cast import CastTensor
 from megaconv.checkpoint import open_checkpoint
-from megaconv.config import config_differences
-from megaconv.conversion import ConvertOptions, fingerprint
+from megaconv.model.config import config_differences
+from megaconv.engine.conversion import ConvertOptions, fingerprint
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
-from megaconv.layout import LayerSplit
+from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions
-from megaconv.stream import as_lazy
+from megaconv.engine.stream import as_lazy
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.strategies import Draw, stage_splits
@@ -86,7 +86,7 @@ def canonical_name(name: str) -> str:
 
 
 def fingerprint_of_files(directory: Path) -> str:
-    """As megaconv.fingerprints documents it."""
+    """As megaconv.engine.fingerprints documents it."""
     lines = {}
     for name, tensor in weights_of(directory).items():
         label = f"{str(tensor.dtype).removeprefix('torch.')}\0{','.join(map(str, tensor.shape))}\0".encode()

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.tensor import Box
-from megaconv.conversion import ConvertOptions, prepare
+from megaconv.engine.conversion import ConvertOptions, prepare
 from megaconv.errors import TensorMismatch
-from megaconv.natives import Region
+from megaconv.model.natives import Region
 from megaconv.options import SaveOptions
-from megaconv.plan import OutputPlan, Placement, needed_boxes
-from megaconv.shares import share_out
+from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
+from megaconv.engine.shares import share_out
 from tests.models import write_llama
 
 

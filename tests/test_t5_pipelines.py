@@ -21,11 +21,11 @@ import torch
 import megaconv
 from formats.tensor import read_tensor
 from megaconv.checkpoint import open_checkpoint
-from megaconv.conversion import fingerprint
+from megaconv.engine.conversion import fingerprint
 from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch, UnknownFormat
-from megaconv.ir import Key
-from megaconv.layout import LayerSplit, Layout
-from megaconv.training import EXP_AVG, EXP_AVG_SQ
+from megaconv.model.ir import Key
+from megaconv.model.layout import LayerSplit, Layout
+from megaconv.model.training import EXP_AVG, EXP_AVG_SQ
 from tests import encoder_forward
 from tests.conftest import FIXTURES
 from tests.encoder_cases import assert_close, convert, first_file, question, refused, weights

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from formats.tensor import Shape, matrix_shape
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
-from megaconv.layout import Chunk, Layout, padded_vocab
-from megaconv.natives import NativeTensor, Region, native_tensors
-from megaconv.table import Halves, OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible
+from megaconv.model.layout import Chunk, Layout, padded_vocab
+from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.table import Halves, OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible
 from tests.strategies import SPELLED, VARIANTS, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
 
 Labels = dict[str, NDArray[np.int64]]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from formats import staging
-from megaconv.conversion import ConvertOptions, convert
+from megaconv.engine.conversion import ConvertOptions, convert
 from megaconv.errors import CheckpointError, NotEnoughSpace
 from megaconv.options import SaveOptions
 from tests.models import write_llama

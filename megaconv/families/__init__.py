@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megaconv.check import well_formed
-from megaconv.config import ModelConfig
+from megaconv.model.check import well_formed
+from megaconv.model.config import ModelConfig
 from megaconv.errors import UnknownFamily
-from megaconv.hf_config import load_config
-from megaconv.table import Row
+from megaconv.families.parts.hf_config import load_config
+from megaconv.model.table import Row
 
 
 @dataclass(frozen=True)

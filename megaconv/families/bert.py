@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
-from megaconv.hf_config import read_hf_common, refuse
-from megaconv.table import Fused, Row
+from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.model.table import Fused, Row
 
 _CANONICAL = "encoder.layers.{l}."
 _HF = "bert.encoder.layer.{l}."

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.deepseek_v3 import LATENT_ATTENTION, latent_attention, latent_attention_words, require_only
@@ -12,7 +12,7 @@ from megaconv.families.glm4_moe import SHARED, deepseek_expert_words, deepseek_e
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
-from megaconv.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
 
 ROWS = (EMBEDDING, *LATENT_ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *SHARED, *HEAD)
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.hf_config import read_hf_common, refuse
-from megaconv.table import Fused, Row, Transposed
+from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.model.table import Fused, Row, Transposed
 
 _HF = "transformer.h.{l}."
 _CORE = "decoder.layers.{l}."

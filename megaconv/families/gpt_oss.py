@@ -1,7 +1,7 @@
 """GPT-OSS: experts with biases whose gate and up rows alternate, attention sinks, windows on every other layer; MXFP4 as shipped.
 
 An expert's gate and up stay one canonical tensor, with rows g0 u0 g1 u1 ... as Hugging Face's files have them: as plain
-weights the transpose of each expert, as MXFP4 (`hf+stacked`, see megaconv/quantized.py) the rows. Megatron has [gate; up].
+weights the transpose of each expert, as MXFP4 (`hf+stacked`, see megaconv/engine/quantized.py) the rows. Megatron has [gate; up].
 A sink is Megatron's learnable softmax offset.
 """
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.deepseek_v3 import require_only
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.hf_config import layer_types, read_decoder, refuse, windowed_layers, write_decoder
-from megaconv.table import Halves, Row, Stacked, StackedTransposed
+from megaconv.families.parts.hf_config import layer_types, read_decoder, refuse, windowed_layers, write_decoder
+from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
 _CORE = "decoder.layers.{l}."

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.families import Family
-from megaconv.hf_config import read_decoder, refuse, write_decoder
-from megaconv.table import Fused, OtherAxis, RotaryPairs, Row
+from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.model.table import Fused, OtherAxis, RotaryPairs, Row
 
 _HF = "model.layers.{l}."
 _CORE = "decoder.layers.{l}."

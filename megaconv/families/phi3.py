@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.hf_config import read_decoder, refuse, write_decoder
-from megaconv.table import Fused
+from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.model.table import Fused
 
 _FUSED = {
     "layers.{l}.attn.{q|k|v}.weight": Fused("model.layers.{l}.self_attn.qkv_proj.weight"),

@@ -11,8 +11,8 @@ import pytest
 from formats import staging
 from formats.errors import NotEnoughSpace, TargetExists
 from formats.staging import StagedFile, Staging
-from megaconv import transfer
-from megaconv.conversion import ConvertOptions, convert
+from megaconv.engine import transfer
+from megaconv.engine.conversion import ConvertOptions, convert
 from megaconv.options import SaveOptions
 from tests.models import write_llama
 from tests.runs import snapshot

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaconv.config import ModelConfig
-from megaconv.layout import LayerSplit, Layout, split_layers
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.placement import flat_shards, places, shards
 
 CONFIG = ModelConfig(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megatron_lite.log import METRICS, Meter, duration, flops_per_token, peak_tflops
 from tests.trainer.loop.launches import LLAMA, launch, train
 

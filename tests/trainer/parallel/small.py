@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megaconv.config import ModelConfig
-from megaconv.layout import LayerSplit, Layout, split_layers
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.grid import check_sizes, make_grid

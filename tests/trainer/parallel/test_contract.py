@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaconv.config import ModelConfig
+from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
-from megaconv.layout import LayerSplit, Layout, padded_vocab, split_layers
-from megaconv.natives import native_tensors
+from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
+from megaconv.model.natives import native_tensors
 from megatron_lite.grid import Grid, check_sizes, make_grid
 from megatron_lite.model import TRAINED, ModelChunk, make_plan
 from megatron_lite.options import ModelOptions

@@ -9,7 +9,7 @@ import torch
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
-from megaconv.layout import Layout
+from megaconv.model.layout import Layout
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.grid import make_grid

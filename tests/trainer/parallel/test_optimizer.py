@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaconv.layout import Layout
+from megaconv.model.layout import Layout
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.grid import make_grid
 from megatron_lite.options import LossScale, ModelOptions, OptimizerOptions

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
-from megaconv.table import canonical_shapes
+from megaconv.model.table import canonical_shapes
 from megatron_lite.attention import Documents, attend, window_mask
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine

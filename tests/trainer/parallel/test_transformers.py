@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from formats.tensor import matrix_shape
 from megaconv.checkpoint import open_checkpoint
 from megaconv.families import families
-from megaconv.layout import Chunk, Layout
-from megaconv.natives import native_tensors
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.natives import native_tensors
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine
 from megatron_lite.grid import check_sizes, make_grid

@@ -1,0 +1,118 @@
+"""Compares two checkpoints tensor by tensor, whatever their formats and layouts: canonical name, shape, dtype, value."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from formats.tensor import LazyTensor
+from megaconv.model.config import config_differences
+from megaconv.engine.fingerprints import read_blocks
+from megaconv.model.ir import WEIGHT, Key, Source
+from megaconv.model.training import SLOTS
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same in both."""
+
+    key: Key
+    kind: str
+    """`only in A`, `only in B`, `shape`, `dtype` or `values`."""
+    detail: str
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class Diff:
+    """same: by tensors alone; config lists (field, in A, in B) where the configurations differ."""
+
+    tensors: int
+    differences: tuple[Difference, ...]
+    config: tuple[tuple[str, Any, Any], ...]
+    slots: tuple[str, ...] = (WEIGHT,)
+    """What was compared."""
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "same": self.same,
+            "tensors": self.tensors,
+            "slots": list(self.slots),
+            "differences": [
+                {
+                    "tensor": str(item.key),
+                    "kind": item.kind,
+                    "detail": item.detail,
+                    "max_abs": _json_number(item.max_abs),
+                }
+                for item in self.differences
+            ],
+            "config": [{"field": name, "a": left, "b": right} for name, left, right in self.config],
+        }
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """JSON has no infinity."""
+    return value if value is None or isfinite(value) else str(value)
+
+
+def diff_sources(
+    left: Source, right: Source, workers: int, advance: Callable[[int], None] = lambda count: None
+) -> Diff:
+    """Reads both completely. Slots other than weights are compared where both sides have them."""
+    in_left, in_right = dict(left.tensors()), dict(right.tensors())
+    shared = {key.slot for key in in_left} & {key.slot for key in in_right}
+    slots = (WEIGHT, *(slot for slot in SLOTS if slot in shared))
+    keys = [key for key in in_left if key.slot in slots]
+    keys += [key for key in in_right if key.slot in slots and key not in in_left]
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda key: _compare(key, in_left, in_right, advance), keys)
+        differences = tuple(item for item in found if item is not None)
+    return Diff(len(keys), differences, tuple(config_differences(left.header.config, right.header.config)), slots)
+
+
+def _compare(
+    key: Key, in_left: Mapping[Key, LazyTensor], in_right: Mapping[Key, LazyTensor], advance: Callable[[int], None]
+) -> Difference | None:
+    left, right = in_left.get(key), in_right.get(key)
+    if left is None or right is None:
+        only = left if right is None else right
+        assert only is not None
+        return Difference(key, "only in A" if right is None else "only in B", f"{list(only.shape)} {only.dtype}")
+    if tuple(left.shape) != tuple(right.shape):
+        return Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}")
+    if left.dtype != right.dtype:
+        return Difference(key, "dtype", f"{left.dtype} / {right.dtype}")
+    return _compare_values(key, left, right, advance)
+
+
+def _compare_values(key: Key, left: LazyTensor, right: LazyTensor, advance: Callable[[int], None]) -> Difference | None:
+    unequal, largest = 0, 0.0
+    for ours, theirs in zip(read_blocks(left), read_blocks(right), strict=True):
+        if not np.array_equal(ours, theirs):
+            count, distance = _distance(ours, theirs, left.dtype)
+            unequal, largest = unequal + count, max(largest, distance)
+        advance(ours.nbytes)
+    if not unequal:
+        return None
+    total = int(np.prod(left.shape, dtype=np.int64))
+    return Difference(key, "values", f"{unequal:,} of {total:,} elements", largest)
+
+
+def _distance(
+    left: "np.ndarray[Any, np.dtype[np.uint8]]", right: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str
+) -> tuple[int, float]:
+    """(elements whose bits differ, largest absolute difference; NaN counts as infinite)."""
+    import torch
+
+    a, b = (torch.from_numpy(side.reshape(-1).copy()).view(getattr(torch, dtype)) for side in (left, right))
+    bits = (left.reshape(a.numel(), -1) != right.reshape(a.numel(), -1)).any(axis=1)
+    distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return int(bits.sum()), float(distance.max())

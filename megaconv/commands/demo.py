@@ -1,0 +1,117 @@
+"""`megaconv demo`: a small Llama with a real tokenizer goes to Megatron, is resharded, comes back, and is still the same."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaconv.api import convert, diff, fingerprint, inspect
+from megaconv.errors import ModelsDiffer
+from megaconv.families.llama import FAMILY
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.natives import native_tensors
+
+_TEXT = """A checkpoint is a model at rest. Its tensors have names, shapes and values, and every tool has its own idea of
+how they should be called, fused, cut and stored. Converting one means to move every value to its new place, and to
+change none of them. This small text trains the tokenizer of a small model, which knows nothing and says nothing, but
+has everything that a large one has: an embedding, layers with attention and a gated perceptron, norms, and a head."""
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def make_model(path: Path) -> None:
+    """A Llama with random weights and a byte-pair tokenizer, as transformers would save it."""
+    import torch
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True)
+    vocab = _make_tokenizer(path)
+    config = _CONFIG | {"vocab_size": vocab}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator).mul(0.02).bfloat16() for name, shape in _shapes(config).items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face's name and shape of every tensor."""
+    model = FAMILY.read_hf(config)
+    whole = Chunk(0, 0, 0, model.layers, is_first=True, is_last=True)
+    return {
+        native.name: native.shape
+        for native in native_tensors(FAMILY.rows, model, "hf", Layout(), 0, whole, model.vocab)
+    }
+
+
+def _make_tokenizer(path: Path) -> int:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=401,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}) + "\n"
+    )
+    return int(tokenizer.get_vocab_size())
+
+
+def run(directory: Path | None) -> None:
+    """The whole demonstration. Raises ModelsDiffer if the proof fails."""
+    with _workplace(directory) as work:
+        model, tp2pp2, tp4, back = (work / name for name in ("llama", "core-tp2-pp2", "core-tp4", "llama-back"))
+        print("1. A Llama with random weights and a trained tokenizer, in Hugging Face format")
+        make_model(model)
+        _show(model)
+        print(f"\n2. megaconv convert --load-dir {model.name} --saver core --save-dir {tp2pp2.name} --tp 2 --pp 2")
+        convert(model, tp2pp2, saver="core", tp=2, pp=2)
+        _show(tp2pp2)
+        print(f"\n3. megaconv convert --load-dir {tp2pp2.name} --saver core --save-dir {tp4.name} --tp 4 --pp 1")
+        convert(tp2pp2, tp4, saver="core", tp=4, pp=1)
+        _show(tp4)
+        print(f"\n4. megaconv convert --load-dir {tp4.name} --saver hf --save-dir {back.name}")
+        convert(tp4, back, saver="hf")
+        _show(back)
+        print("\n5. Fingerprints: hashes of all weights, whatever the format and layout")
+        _prove([model, tp2pp2, tp4, back])
+
+
+def _prove(places: list[Path]) -> None:
+    prints = {place: fingerprint(place).weights for place in places}
+    for place, digest in prints.items():
+        print(f"   {place.name:<14} {digest}")
+    if len(set(prints.values())) != 1 or not diff(places[0], places[-1]).same:
+        raise ModelsDiffer("the fingerprints are not equal: the conversion changed the model; please report this")
+    print("   All equal: the same model, bit for bit.")
+
+
+def _show(place: Path) -> None:
+    print(f"   $ megaconv inspect {place.name}")
+    for label, text in inspect(place).lines():
+        print(f"     {label:<11} {text}")
+
+
+@contextmanager
+def _workplace(directory: Path | None) -> Iterator[Path]:
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="megaconv-demo-") as folder:
+        yield Path(folder)

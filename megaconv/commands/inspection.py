@@ -1,0 +1,147 @@
+"""What a checkpoint is, from its metadata alone."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.tensor import ITEMSIZE
+from megaconv.model.config import ModelConfig
+from megaconv.engine.conversion import open_source
+from megaconv.model.ir import WEIGHT, Header
+from megaconv.options import LoadOptions
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A header and the name of the loader that read it."""
+
+    path: str
+    loader: str
+    header: Header
+
+    def to_json(self) -> dict[str, Any]:
+        header, config = self.header, self.header.config
+        described = {name: value for name, value in asdict(config).items() if name not in ("hf", "family")}
+        return {
+            "path": self.path,
+            "format": header.source,
+            "loader": self.loader,
+            "family": config.family,
+            "parameters": header.parameters,
+            "bytes": header.nbytes,
+            "dtypes": self.dtypes(),
+            "layout": self._layout(),
+            "iteration": header.training.iteration,
+            "padded_vocab": header.padded_vocab,
+            "consumed_train_samples": header.training.consumed_train_samples,
+            "optimizer": self._optimizer(),
+            "files": sorted(header.files),
+            "config": described,
+            "tensors": {
+                str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
+            },
+        }
+
+    def _layout(self) -> dict[str, Any] | None:
+        layout = self.header.layout
+        if layout is None:
+            return None
+        encoder = {"encoder_layers": list(layout.encoder_layers)} if layout.encoder_layers else {}
+        return {**layout.sizes(), "stage_layers": list(layout.stage_layers), **encoder}
+
+    def _optimizer(self) -> dict[str, Any] | None:
+        found = self.header.training.optimizer
+        if found is not None:
+            return {"kind": found.kind, "step": found.step}
+        return {"kind": "present, of a kind that is not read", "step": None} if self.header.has_optimizer else None
+
+    def dtypes(self) -> dict[str, int]:
+        """dtype -> parameters stored in it."""
+        counts: Counter[str] = Counter()
+        for key, info in self.header.manifest.items():
+            if key.slot == WEIGHT:
+                counts[info.dtype] += prod(info.shape)
+        return dict(counts.most_common())
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(label, text) for people."""
+        header, config = self.header, self.header.config
+        size = header.nbytes
+        heads = f"{config.heads} heads of {config.head_dim}" + (
+            f", {config.kv_heads} key/value heads" if config.kv_heads != config.heads else ""
+        )
+        vocab = f"{config.vocab:,}" + (
+            f" (padded to {header.padded_vocab:,})" if header.padded_vocab not in (None, config.vocab) else ""
+        )
+        found = [
+            ("format", header.source),
+            ("family", config.family),
+            ("parameters", f"{header.parameters:,} in {len(header.manifest)} tensors"),
+            (
+                "size",
+                f"{readable(size)}, {', '.join(f'{name} {share(count * ITEMSIZE[name], size)}' for name, count in self.dtypes().items())}",
+            ),
+            ("shape", f"{_depth(config)} layers, hidden {config.hidden}, ffn {config.ffn}, {heads}"),
+            ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
+            ("positions", _positions(config)),
+        ]
+        if config.sliding_window:
+            found.append(
+                (
+                    "window",
+                    f"{config.sliding_window:,} positions"
+                    + (f" in {len(config.windowed_layers)} layers" if config.windowed_layers else ""),
+                )
+            )
+        if header.layout is not None:
+            found.append(("layout", str(header.layout)))
+        training = header.training
+        if training.release or training.iteration is not None:
+            found.append(("iteration", "release" if training.release else str(training.iteration)))
+        if training.consumed_train_samples:
+            found.append(("samples", f"{training.consumed_train_samples:,} consumed"))
+        if (optimizer := self._optimizer()) is not None:
+            step = "" if optimizer["step"] is None else f", step {optimizer['step']:,}"
+            found.append(("optimizer", optimizer["kind"] + step))
+        found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
+        return found
+
+
+def _depth(config: ModelConfig) -> str:
+    return (
+        f"{config.encoder_layers} encoder and {config.layers} decoder" if config.encoder_layers else f"{config.layers}"
+    )
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.positions == "rope":
+        return f"{config.max_positions:,}, rope theta {config.rope_theta:g}" + _scaling(config.rope_scaling)
+    if config.positions == "relative":
+        return f"relative, {config.relative_buckets} buckets up to {config.relative_distance}"
+    return f"{config.max_positions:,}, {config.positions}"
+
+
+def _scaling(scaling: Any) -> str:
+    return f", scaled ({scaling['rope_type']}, factor {scaling.get('factor', '?')})" if scaling else ""
+
+
+def share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def readable(size: int) -> str:
+    """1.5 GiB."""
+    amount, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def inspect(path: str | Path, options: LoadOptions | None = None) -> Inspection:
+    """Reads metadata only. Raises CheckpointError."""
+    loader, source = open_source(path, None, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
+    return Inspection(str(path), loader, source.header)

@@ -1,0 +1,116 @@
+"""The original of a model whose source holds a part of it only: what is missing is copied from its directory.
+
+A run that trained a language model leaves out the image encoder that lay frozen beside it, one without multi-token
+prediction those layers: a Hugging Face directory needs them all the same. Everything that is taken is named.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from formats.output import Record
+from formats.safetensors import SafetensorsLayout
+from formats.tensor import ITEMSIZE, LazyTensor, Shape, row_blocks
+from megaconv.errors import TensorMismatch, UsageError
+from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
+from megaconv.engine.plan import BLOCK_BYTES
+from megaconv.engine.quantized import dequantize
+from megaconv.engine.sidecars import MAX_BYTES
+from megaconv.engine.weight_files import is_weights, read_directory
+
+_INSIDE = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
+"""(beginning of a name, what stands there in a model that has a language model as a part)."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """An opened original."""
+
+    directory: Path
+    tensors: Mapping[str, LazyTensor]
+
+    def names_of(self, natives: Mapping[str, Shape], optional: Collection[str] = ()) -> dict[str, str]:
+        """What the original calls these tensors. Raises TensorMismatch unless it has all of them, in their shapes.
+
+        optional: tensors that it may have as well.
+        """
+        begin, inside = max(_INSIDE, key=lambda words: sum(_inside(name, *words) in self.tensors for name in natives))
+        names = {name: _inside(name, begin, inside) for name in natives}
+        for name, shape in natives.items():
+            found = self.tensors.get(names[name])
+            if found is None or tuple(found.shape) != shape:
+                has = "no such tensor" if found is None else f"one of {list(found.shape)}"
+                raise TensorMismatch(
+                    f"{self.directory}: is not the original of this model, which has {name} {list(shape)}; it has {has}"
+                )
+        return names | {name: _inside(name, begin, inside) for name in optional}
+
+    def missing(self, held: Collection[str], ignored: Sequence[str]) -> dict[str, LazyTensor]:
+        """What it has beside these; ignored: patterns of names that hold nothing of a model."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if name not in held and not any(re.fullmatch(pattern, name) for pattern in ignored)
+        }
+
+    def config_json(self, dtype: str) -> bytes:
+        """Its config.json, with the dtype that the weights now have."""
+        said = load_config(self.directory / CONFIG_NAME)
+        said.pop("quantization_config", None)
+        said["dtype" if "dtype" in said else "torch_dtype"] = dtype
+        return (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode()
+
+    def files(self) -> dict[str, Path]:
+        """Everything that is neither weights nor config.json nor code, by file name."""
+        found = (path for path in sorted(self.directory.iterdir()) if path.is_file() and path.name != CONFIG_NAME)
+        return {
+            path.name: path
+            for path in found
+            if not is_weights(path)
+            and path.suffix != ".py"
+            and path.name[0] != "."
+            and path.stat().st_size <= MAX_BYTES
+        }
+
+
+def _inside(name: str, begin: str, inside: str) -> str:
+    return inside + name[len(begin) :] if name.startswith(begin) else name
+
+
+def open_base(directory: str | Path, dtype: str) -> BaseModel:
+    """dtype: of what is quantized there. Raises UsageError where there is no model, CheckpointError for a damaged one."""
+    directory = Path(directory)
+    if not (directory / CONFIG_NAME).is_file():
+        raise UsageError(
+            f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"
+        )
+    weights, tensors = read_directory(directory)
+    return BaseModel(directory, dequantize(tensors, load_config(directory / CONFIG_NAME), dtype, str(weights)))
+
+
+class CopiedTensors:
+    """A safetensors file all of whose tensors are copied from other files when its header is written."""
+
+    needs_checksums = False
+    records: Mapping[str, Record] = {}
+
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        self._tensors = tensors
+        self._layout = SafetensorsLayout(
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        )
+        self.size = self._layout.size
+
+    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield from self._layout.frame(checksums)
+        for name, tensor in self._tensors.items():
+            offset = self._layout.records[name].offset
+            for box in row_blocks(tensor.shape, tensor.dtype, BLOCK_BYTES):
+                block = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
+                tensor.read_into(box, block)
+                yield offset, block.tobytes()
+                offset += block.nbytes

@@ -1,0 +1,96 @@
+"""Change of dtype on the way: the only arithmetic there is, and the only reason to import torch while converting."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from megaconv.errors import UsageError
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, is_trained
+from megaconv.model.training import MASTER
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What --dtype accepts; the full names are accepted too."""
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def dtype_name(word: str) -> str:
+    """bf16 -> bfloat16. Raises UsageError."""
+    name = DTYPES.get(word, word)
+    if name not in DTYPES.values():
+        raise UsageError(f"dtype {word!r} is not known; choose one of {', '.join(DTYPES)}")
+    return name
+
+
+@dataclass(frozen=True)
+class CastTensor:
+    """Another tensor's values, rounded to nearest even where the dtype is narrower."""
+
+    source: LazyTensor
+    dtype: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        import torch
+
+        raw = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
+        self.source.read_into(box, raw)
+        values: Any = torch.from_numpy(raw).view(getattr(torch, self.source.dtype))
+        np.copyto(out, values.to(getattr(torch, self.dtype)).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class CastSource:
+    """A source whose floating-point weights come in another dtype.
+
+    Its optimizer stays the same optimizer: moments are not touched, weights are rounded from their fp32 masters where
+    there are any, masters that an fp32 output has become its weights, and fp32 weights the masters of a 16-bit output.
+    """
+
+    source: Source
+    dtype: str
+
+    @property
+    def header(self) -> Header:
+        header = self.source.header
+        made = self._made(header.manifest)
+        manifest = {key: TensorInfo(header.manifest[origin].shape, dtype) for key, origin, dtype in made}
+        return replace(header, manifest=manifest, config=replace(header.config, dtype=self.dtype))
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        header = self.source.header
+        if not header.carries_optimizer:
+            for key, tensor in self.source.tensors():
+                yield key, _cast(tensor, self._dtype(key, tensor.dtype))
+            return
+        found = dict(self.source.tensors())
+        for key, origin, dtype in self._made(header.manifest):
+            yield key, _cast(found[origin], dtype)
+
+    def _made(self, manifest: Mapping[Key, TensorInfo]) -> Iterator[tuple[Key, Key, str]]:
+        """(tensor, the one that it is made from, its dtype)"""
+        for key, info in manifest.items():
+            master = Key(key.name, MASTER)
+            best = master if master in manifest else key
+            if key.slot == WEIGHT:
+                dtype = self._dtype(key, info.dtype)
+                yield key, key if dtype == info.dtype else best, dtype
+                if dtype != "float32" and manifest[best].dtype == "float32" and is_trained(key.name, manifest):
+                    yield master, best, "float32"
+            elif key.slot != MASTER:
+                yield key, key, info.dtype
+
+    def _dtype(self, key: Key, dtype: str) -> str:
+        if key.name.endswith(".router.bias") and ITEMSIZE[self.dtype] < ITEMSIZE[dtype]:
+            return dtype  # Megatron and transformers keep it in float32 whatever the model has
+        return self.dtype if dtype in _FLOATS else dtype
+
+
+def _cast(tensor: LazyTensor, dtype: str) -> LazyTensor:
+    return tensor if tensor.dtype == dtype else CastTensor(tensor, dtype)

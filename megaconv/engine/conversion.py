@@ -1,0 +1,321 @@
+"""The main job: open a source, plan the output, stream one into the other, let it appear complete or not at all."""
+
+import hashlib
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from formats.staging import Staging
+from formats.tensor import LazyTensor
+from megaconv import registry
+from megaconv._version import __version__
+from megaconv.engine.cast import CastSource, dtype_name
+from megaconv.errors import Cancelled, ModelsDiffer, UsageError
+from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
+from megaconv.hub import resolve
+from megaconv.model.ir import Header, Key, Source
+from megaconv.options import LoadOptions, SaveOptions
+from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
+from megaconv.engine.ranks import ALONE, Ranks
+from megaconv.engine.shares import Share, share_out
+from megaconv.engine.stream import Stream, as_lazy
+from megaconv.engine.transfer import Transfer
+
+LEFT_OUT = "optimizer state was left out: only weights are converted"
+RECORD_NAME = "megaconv.json"
+"""In every output: where it came from, and its fingerprints."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Everything about a conversion that concerns neither loader nor saver alone."""
+
+    loader: str | None = None
+    """None: detected from the files."""
+    load: LoadOptions = field(default_factory=LoadOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    dtype: str | None = None
+    optimizer: bool | None = None
+    """Whether the optimizer's state goes along; None: where source and output can both hold it."""
+    max_memory: int = 256 << 20
+    """Bytes that buffers may take."""
+    workers: int = 0
+    """0: as many as there are processors and one more, up to 8."""
+    verify: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did, or, planned only, would do."""
+
+    header: Header
+    plan: OutputPlan
+    target: Path
+    memory: int
+    record_bytes: int
+    """Size of megaconv.json, which no plan contains since its fingerprints are known last."""
+    seconds: float = 0.0
+    fingerprint: Fingerprint | None = None
+    verified: bool = False
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about the output."""
+        left_out = self.header.has_optimizer and not self.header.carries_optimizer
+        return (*((LEFT_OUT,) if left_out else ()), *self.plan.notices)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Every file of the output, by path below the target, with its size."""
+        return {name: layout.size for name, layout in sorted(self.plan.files.items())} | {
+            RECORD_NAME: self.record_bytes
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": str(self.target),
+            "family": self.header.config.family,
+            "parameters": self.header.parameters,
+            "tensors": len(self.header.manifest),
+            "files": self.files,
+            "from_base": list(self.plan.from_base),
+            "bytes": self.nbytes,
+            "memory_bytes": self.memory,
+            "seconds": round(self.seconds, 3),
+            "fingerprint": self.fingerprint.weights if self.fingerprint else None,
+            "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,
+            "notices": list(self.notices),
+            "verified": self.verified,
+        }
+
+
+def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
+    """(loader name, source) of any input. Raises CheckpointError."""
+    raise_file_limit()
+    path = resolve(str(place))
+    name, found = (
+        (registry.ALIASES.get(loader, loader), registry.loader(loader))
+        if loader and path.exists()
+        else registry.detect(path)
+    )
+    return name, LazySource(found.open(path, options or LoadOptions()))
+
+
+@dataclass(frozen=True)
+class LazySource:
+    """A source whose plain arrays, which a plugin may hand over, are lazy tensors too."""
+
+    source: Source
+
+    @property
+    def header(self) -> Header:
+        return self.source.header
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        for key, tensor in self.source.tensors():
+            yield key, as_lazy(tensor)
+
+
+def prepare(
+    load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions, processes: int = 1
+) -> tuple[Source, Report]:
+    """Everything that can be known, and go wrong, before the first byte is written.
+
+    processes: that will write it together, each with files of its own.
+    """
+    if options.save.base is not None and saver != "hf":
+        raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
+    load = load_options(saver, options)
+    _, source = open_source(load_dir, options.loader, load)
+    if options.optimizer and not source.header.carries_optimizer:
+        raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
+    if load.dtype is not None:
+        source = CastSource(source, load.dtype)
+    files = options.save.files or _workers(options) * processes
+    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
+    memory = memory_needed(options.max_memory, _workers(options))
+    blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
+    size = len(_record(str(load_dir), saver, source.header, blank))
+    return source, Report(source.header, plan, Path(save_dir), memory, size)
+
+
+def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
+    """How the source is read. Raises UsageError where the optimizer is asked for and the output can't hold it."""
+    can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
+    if options.optimizer and (not can_hold or options.save.release):
+        what = "a release checkpoint" if can_hold else f"--saver {saver}"
+        raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
+    wanted = can_hold and options.optimizer is not False and not options.save.release
+    dtype = None if options.dtype is None else dtype_name(options.dtype)
+    return replace(options.load, optimizer=wanted, dtype=dtype)
+
+
+def convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    options: ConvertOptions,
+    advance: Callable[[int], None] = lambda count: None,
+    ranks: Ranks = ALONE,
+) -> Report:
+    """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError.
+
+    ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
+    """
+    with ranks:
+        started = time.monotonic()
+        staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
+        path = resolve(str(load_dir))
+        if staging.target in Path(os.path.realpath(path)).parents:
+            raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
+        source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
+        identity = _identity(path, options.dtype)
+        ranks.agree("source", identity)
+        ranks.agree("options", repr((saver, staging.target, options)))
+        if not options.resume and not ranks.rank:
+            staging.require_space(report.nbytes)
+        shares = share_out(report.plan, source.header.manifest, ranks.size)
+        try:
+            digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
+            if ranks.rank:
+                staging.sync()  # rank 0 does when it commits
+            fingerprint = combine(_gather(ranks, shares, digests))
+            if options.verify:
+                hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
+                verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
+                ranks.gather("")
+            if ranks.rank:
+                staging.keep()
+            else:
+                record = staging.file(RECORD_NAME, report.record_bytes)
+                record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
+                staging.commit()
+        except BaseException as error:
+            # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+            interrupted = ranks.fail(error)
+            if options.resume and interrupted:
+                staging.keep()
+            else:
+                staging.discard()
+            raise
+    return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
+
+
+def _transfer(
+    source: Source,
+    share: Share,
+    staging: Staging,
+    identity: str,
+    options: ConvertOptions,
+    advance: Callable[[int], None],
+    ranks: Ranks,
+) -> dict[Key, str]:
+    """Write one share; returns the fingerprints of the tensors that it hashes."""
+    workers = _workers(options)
+    with ranks.first_goes_first():
+        transfer = Transfer(
+            share, staging, source=identity, resume=options.resume,
+            block_bytes=block_bytes(options.max_memory, workers), advance=advance,
+        )  # fmt: skip
+    stream = Stream(options.max_memory // 2)
+    sender = threading.Thread(target=_send, args=(source, stream), name="loader", daemon=True)
+    sender.start()
+    digests = transfer.run(stream, workers)
+    sender.join()
+    return digests
+
+
+def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -> dict[Key, str]:
+    """The fingerprints of all tensors, in the manifest's order of each share; waits for all ranks."""
+    gathered = ranks.gather("".join(digests[key] for key in shares[ranks.rank].hashed))
+    return {
+        key: text[64 * index : 64 * (index + 1)]
+        for share, text in zip(shares, gathered, strict=True)
+        for index, key in enumerate(share.hashed)
+    }
+
+
+def _send(source: Source, stream: Stream) -> None:
+    """The loader's side of the stream."""
+    try:
+        stream.put_header(source.header)
+        count = 0
+        for key, tensor in source.tensors():
+            stream.put(key, tensor)
+            count += 1
+        stream.end(count)
+    except Cancelled:
+        pass
+    except BaseException as error:
+        stream.fail(error)
+
+
+def verify_fingerprint(
+    path: Path, expected: Fingerprint, keys: Collection[Key], workers: int, *, completed: bool = False
+) -> None:
+    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed.
+
+    completed: the original may have added more tensors.
+    """
+    _, source = open_source(path)
+    held = source.header.manifest.keys()
+    if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
+        raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
+    for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
+        if expected.tensors[key] != digest:
+            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
+
+
+def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerprint) -> bytes:
+    """What megaconv.json says."""
+    record = {
+        "megaconv": __version__,
+        "source": {"path": source_path, "kind": header.source},
+        "saver": saver,
+        "family": header.config.family,
+        "fingerprint": fingerprint.weights,
+        "optimizer_fingerprint": fingerprint.optimizer,
+        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
+    }
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def _identity(path: Path, dtype: str | None) -> str:
+    """Changes whenever the source does: names, sizes and times of all its files."""
+    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
+    listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return hashlib.sha256(json.dumps([__version__, str(path.resolve()), dtype, listing]).encode()).hexdigest()
+
+
+def _workers(options: ConvertOptions) -> int:
+    return options.workers or default_workers(writing=True)
+
+
+def raise_file_limit() -> None:
+    """Large layouts have more rank files than the usual soft limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):
+            return
+
+
+def fingerprint(
+    path: str | Path, options: LoadOptions | None = None, workers: int = 0, advance: Callable[[int], None] | None = None
+) -> Fingerprint:
+    """The fingerprint of any checkpoint; reads all of it."""
+    _, source = open_source(path, None, options)
+    return fingerprint_source(source, workers or default_workers(writing=False), advance)

@@ -1,0 +1,76 @@
+"""Fingerprints: hashes of a model that depend on nothing but its tensors.
+
+A tensor's fingerprint is BLAKE3 over its dtype, its shape and its bytes (row-major, little-endian); the model's is BLAKE3
+over the sorted list of names and tensor fingerprints, one for the weights and one for the optimizer's slots. Naming,
+fusion, padding, sharding and format leave no trace in them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
+from megaconv.model.ir import WEIGHT, Key, Source
+from megaconv.engine.plan import BLOCK_BYTES
+
+
+def tensor_hasher(tensor: LazyTensor) -> Any:
+    """A BLAKE3 that has seen dtype and shape and waits for the bytes."""
+    return blake3(f"{tensor.dtype}\0{','.join(map(str, tensor.shape))}\0".encode())
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of a whole model. Two models are the same if and only if `weights` are equal (and `optimizer`, where both have one)."""
+
+    weights: str
+    optimizer: str | None
+    tensors: Mapping[Key, str] = field(repr=False)
+
+
+def combine(tensors: Mapping[Key, str]) -> Fingerprint:
+    def over(keys: list[Key]) -> str:
+        return str(
+            blake3("".join(f"{key.name}\0{key.slot}\0{tensors[key]}\n" for key in sorted(keys)).encode()).hexdigest()
+        )
+
+    weights = [key for key in tensors if key.slot == WEIGHT]
+    slots = [key for key in tensors if key.slot != WEIGHT]
+    return Fingerprint(over(weights), over(slots) if slots else None, tensors)
+
+
+def fingerprint_tensor(tensor: LazyTensor, advance: Callable[[int], None] | None = None) -> str:
+    """Hex BLAKE3 of one tensor, read in blocks."""
+    hasher = tensor_hasher(tensor)
+    for block in read_blocks(tensor):
+        hasher.update(block.reshape(-1))
+        if advance is not None:
+            advance(block.nbytes)
+    return str(hasher.hexdigest())
+
+
+def read_blocks(tensor: LazyTensor) -> Iterator[Bytes]:
+    """A tensor's bytes in row-major order, block by block; a block is only valid until the next one."""
+    itemsize = ITEMSIZE[tensor.dtype]
+    buffer = np.empty(min(BLOCK_BYTES, byte_count(tensor.shape, tensor.dtype)), np.uint8)
+    for box in row_blocks(tensor.shape, tensor.dtype, BLOCK_BYTES):
+        block = buffer[: box.rows * box.cols * itemsize].reshape(box.rows, box.cols * itemsize)
+        tensor.read_into(box, block)
+        yield block
+
+
+def fingerprint_source(
+    source: Source,
+    workers: int,
+    advance: Callable[[int], None] | None = None,
+    only: Collection[Key] | None = None,
+) -> Fingerprint:
+    """Reads every tensor once, or those of them that are asked for."""
+    with ThreadPoolExecutor(workers) as pool:
+        items = [(key, tensor) for key, tensor in source.tensors() if only is None or key in only]
+        digests = pool.map(lambda item: fingerprint_tensor(item[1], advance), items)
+        return combine({key: digest for (key, _), digest in zip(items, digests, strict=True)})

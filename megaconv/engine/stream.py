@@ -1,0 +1,149 @@
+"""The bounded queue between a loader and a saver: a header, then every tensor once, then an end marker with the count.
+
+What travels is lazy, so a full queue costs next to nothing; a plain array from a plugin counts with its bytes until it
+has been taken. The two sides run concurrently, and whatever ends one side ends the other with the first cause.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from megaconv.model.check import Ledger
+from megaconv.errors import Cancelled, TensorMismatch
+from megaconv.model.ir import Header, Key
+
+MAX_WAITING = 64
+"""Lazy tensors that may wait in the queue."""
+
+
+class ArrayTensor:
+    """A tensor that is in memory already: what a plugin may hand over instead of a lazy one."""
+
+    def __init__(self, array: np.ndarray[Any, Any], shape: Shape, dtype: str) -> None:
+        self.shape, self.dtype = shape, dtype
+        rows, _ = matrix_shape(shape)
+        raw = np.ascontiguousarray(array).view(np.uint8)
+        self._bytes: Bytes = raw.reshape(rows, raw.size // rows if rows else 0)
+        self.nbytes = self._bytes.nbytes
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        np.copyto(out, self._bytes[box.row0 : box.row1, box.col0 * itemsize : box.col1 * itemsize])
+
+
+def as_lazy(tensor: Any) -> LazyTensor:
+    """A numpy array or a torch tensor as a lazy tensor; lazy ones pass unchanged."""
+    if hasattr(tensor, "read_into"):
+        return tensor  # type: ignore[no-any-return]
+    if isinstance(tensor, np.ndarray):
+        return ArrayTensor(tensor.reshape(-1), tensor.shape, str(tensor.dtype))
+    if hasattr(tensor, "untyped_storage"):
+        import torch
+
+        raw = np.empty(0, np.uint8)
+        if tensor.numel():
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return ArrayTensor(raw, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    raise TensorMismatch(
+        f"a {type(tensor).__name__} is no tensor: expected a lazy tensor, a numpy array or a torch tensor"
+    )
+
+
+class Stream:
+    """One loader thread puts, any number of saver threads take."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._held_bytes = 0
+        self._waiting: deque[tuple[Key, LazyTensor]] = deque()
+        self._changed = threading.Condition()
+        self._header: Header | None = None
+        self._ledger: Ledger | None = None
+        self._ended = False
+        self._error: BaseException | None = None
+
+    # The loader's side.
+
+    def put_header(self, header: Header) -> None:
+        with self._changed:
+            self._raise_if_failed()
+            self._header, self._ledger = header, Ledger(header.manifest)
+            self._changed.notify_all()
+
+    def put(self, key: Key, tensor: Any) -> None:
+        """Hand one tensor over; waits while the queue is full. Raises TensorMismatch when the manifest says otherwise."""
+        lazy = as_lazy(tensor)
+        size = getattr(lazy, "nbytes", 0)
+        with self._changed:
+            if self._ledger is None:
+                raise TensorMismatch(f"{key}: a tensor came before the header")
+            self._ledger.enter(key, lazy)
+            self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
+            self._raise_if_failed()
+            self._held_bytes += size
+            self._waiting.append((key, lazy))
+            self._changed.notify_all()
+
+    def _has_room(self, size: int) -> bool:
+        return len(self._waiting) < MAX_WAITING and (
+            not self._held_bytes or self._held_bytes + size <= self._budget_bytes
+        )
+
+    def end(self, count: int) -> None:
+        """The end marker. Raises TensorMismatch when tensors of the manifest are missing."""
+        with self._changed:
+            self._raise_if_failed()
+            if self._ledger is None:
+                raise TensorMismatch("the loader ended without a header")
+            self._ledger.close(count)
+            self._ended = True
+            self._changed.notify_all()
+
+    # The saver's side.
+
+    def header(self) -> Header:
+        """Waits for the header."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._header is not None)
+            self._raise_if_failed()
+            assert self._header is not None
+            return self._header
+
+    def __iter__(self) -> Iterator[tuple[Key, LazyTensor]]:
+        """Tensors as they come, shared out among all threads that iterate; ends after the last one of the manifest."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or self._waiting or self._ended)
+                self._raise_if_failed()
+                if not self._waiting:
+                    return
+                key, tensor = self._waiting.popleft()
+                self._changed.notify_all()
+            try:
+                yield key, tensor
+            finally:
+                with self._changed:
+                    self._held_bytes -= getattr(tensor, "nbytes", 0)
+                    self._changed.notify_all()
+
+    # Either side.
+
+    def fail(self, error: BaseException) -> None:
+        """End both sides; only the first cause is kept."""
+        with self._changed:
+            if self._error is None and not isinstance(error, Cancelled):
+                self._error = error
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise Cancelled("the other side ended first") from self._error

@@ -1,0 +1,105 @@
+"""Named tensors of whole models: in safetensors or torch files, alone or with an index; and the model that they are."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from formats import safetensors, torch_zip
+from formats.errors import CorruptCheckpoint
+from formats.tensor import LazyTensor
+from megaconv.engine.assembled import Placed, assemble
+from megaconv.model.check import same_names
+from megaconv.model.config import ModelConfig
+from megaconv.errors import TensorMismatch
+from megaconv.families import Family
+from megaconv.model.ir import Key
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.table import canonical_shapes
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""In the order in which transformers looks for them."""
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+"""All experts of a layer in one tensor, as transformers 5 holds them."""
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a file of a Hugging Face directory holds weights, or says where they are."""
+    return path.name.endswith(_SUFFIXES)
+
+
+def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
+    """The file of a Hugging Face directory that was decisive, and every tensor by its name."""
+    for name in _WEIGHTS:
+        weights = path / name
+        if not weights.is_file():
+            continue
+        if name.endswith(".index.json"):
+            return weights, read_sharded(weights)
+        return weights, read_file(weights)
+    raise CorruptCheckpoint(f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}")
+
+
+def read_file(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a `.safetensors` file, or of what torch saved under any other name."""
+    if path.suffix == ".safetensors":
+        return dict(safetensors.read(path))
+    value = torch_zip.read(path)
+    if not isinstance(value, Mapping):
+        raise CorruptCheckpoint(f"{path}: expected a dictionary of tensors, found {type(value).__name__}")
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not hasattr(tensor, "read_into"):
+            raise CorruptCheckpoint(f"{path}: {name!r} is not a tensor")
+    return dict(value)
+
+
+def read_sharded(index: Path) -> dict[str, LazyTensor]:
+    """All tensors of a model in several files, in the order of its index. Raises TensorMismatch where the two disagree."""
+    files = safetensors.read_index(index)
+    shards = {name: read_file(index.parent / name) for name in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in shards[file]:
+            raise TensorMismatch(f"{index}: says that {file} holds {name}, which it doesn't")
+    for file, tensors in shards.items():
+        for name in tensors:
+            if files.get(name) != file:
+                raise TensorMismatch(f"{index.parent / file}: holds {name}, which {index.name} doesn't place there")
+    return {name: shards[file][name] for name, file in files.items()}
+
+
+def whole_model(
+    family: Family, config: ModelConfig, naming: str, found: Mapping[str, LazyTensor], where: str
+) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
+    """The canonical tensors of a model that isn't cut, and its configuration completed by them. where: for messages.
+
+    Raises TensorMismatch for tensors that are missing, unknown or misshapen.
+    """
+    kept = {
+        name: tensor
+        for name, tensor in found.items()
+        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+    }
+    config = family.complete(config, kept)
+    most = len(kept) + 1  # of more layers some have to be missing
+    bounded = replace(config, encoder_layers=min(config.encoder_layers, most))
+    whole = Chunk(0, 0, 0, min(config.layers, most), is_first=True, is_last=True)
+    spellings = [naming, "hf+stacked"] if naming == "hf" and any(name.endswith(_STACKED) for name in kept) else [naming]
+    natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
+    same_names([native.name for native in natives], kept, where)
+    placed = [Placed(native, kept[native.name], where) for native in natives]
+    return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)
+
+
+def _expected(
+    family: Family, config: ModelConfig, naming: str, whole: Chunk, found: Mapping[str, LazyTensor]
+) -> list[NativeTensor]:
+    natives = native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+    return [native for native in natives if not native.tied_copy or native.name in found]
+
+
+def _fitting(found: Mapping[str, LazyTensor], natives: list[NativeTensor]) -> int:
+    """How many are there, in their shape."""
+    return sum(native.name in found and tuple(found[native.name].shape) == native.shape for native in natives)

@@ -1,0 +1,247 @@
+"""params.json: how Meta's and Mistral's own files say what a model is.
+
+    {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "ffn_dim_multiplier": 1.3,
+     "multiple_of": 1024, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": true}             (Meta: Llama 3.1)
+    {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
+     "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}                                    (Mistral: 7B v0.1)
+
+A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither tells token ids, nor Meta's how
+many positions there are or how rope is scaled. What is assumed instead:
+
+    Llama 1     2048 positions                               bos 1, eos 2
+    Llama 2     4096 (with n_kv_heads, or a norm_eps of 1e-5 below dim 8192); 16384 with a rope_theta above 10000
+    Llama 3     8192 (vocabulary over 100000, or rope_theta 500000); bos 128000, eos 128001
+    scaled      131072, by `llama3` scaling from 8192 with factors 1 and 4, times rope_scaling_factor: 8 unless it is
+                there, 32 where the head is tied (Llama 3.2)
+    Mistral     max_seq_len if it is there, else 32768       bos 1, eos 2
+
+Sources: ModelArgs in meta-llama's llama, llama3 and llama-models; TransformerArgs in mistral-inference; the converters of
+these formats in transformers.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaconv.model.config import ModelConfig
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+
+PARAMS_NAME = "params.json"
+KINDS = {"meta": "Meta's", "mistral": "Mistral's"}
+"""Whose files: the word for --checkpoint-type, and for people."""
+
+_UNKNOWN = {
+    "quantization_args": "quantized weights", "quantization": "quantized weights", "lora_args": "LoRA weights", "lora": "LoRA weights",
+    "vision_chunk_size": "an image encoder", "vision_model": "an image encoder", "vision_encoder": "an image encoder",
+    "moe_args": "experts", "yarn": "yarn rope scaling", "llama_4_scaling": "scaled attention",
+}  # fmt: skip
+_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants in Meta's code."""
+_PUBLISHED = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3))
+"""(multiple_of, ffn_dim_multiplier) of Llama 1 and 2; of Llama 3.2 1B; of 70B; of Llama 3 8B."""
+
+
+def load_params(path: Path) -> dict[str, Any]:
+    """Raises CorruptCheckpoint when the file is no JSON object, NotExpressible for models that aren't plain decoders."""
+    try:
+        params = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
+    params = params.get("model", params) if isinstance(params, dict) else params
+    if not isinstance(params, dict):
+        raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(params).__name__}")
+    for name, what in _UNKNOWN.items():
+        if params.get(name) not in (None, -1):
+            raise NotExpressible(f"{path}: the model has {what} ({name}), which can't be read from these files")
+    return params
+
+
+def kind_of(params: Mapping[str, Any]) -> str:
+    """`mistral` where the width of the MLP is told, as Meta never does; else `meta`."""
+    return "mistral" if "hidden_dim" in params else "meta"
+
+
+def read_params(params: Mapping[str, Any], kind: str, found: Mapping[str, Any], path: Path) -> ModelConfig:
+    """The model that params describe.
+
+    found: what the tensors say, as fields of ModelConfig: vocab, ffn, tie_embeddings. Mistral's params say ffn themselves.
+    Raises CorruptCheckpoint, naming path, for values that can't be.
+    """
+    try:
+        config = (_read_mistral if kind == "mistral" else _read_meta)(params, found)
+        if config.head_dim % 2 or config.heads % config.kv_heads:
+            raise ValueError(
+                f"{config.heads} heads of {config.head_dim} with {config.kv_heads} key/value heads can't be"
+            )
+    except (CorruptCheckpoint, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise CorruptCheckpoint(f"{path}: is not the description of a model of {KINDS[kind]}: {what}") from error
+    return config
+
+
+def _read_meta(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConfig:
+    llama3 = found["vocab"] > 100_000 or params.get("rope_theta") == 500_000 or bool(params.get("use_scaled_rope"))
+    theta = params.get("rope_theta", 500_000.0 if llama3 else 10_000.0)
+    scaling: dict[str, Any] | None = None
+    if params.get("use_scaled_rope"):
+        factor = params.get("rope_scaling_factor") or (32 if found["tie_embeddings"] else 8)
+        scaling = {"rope_type": "llama3", "factor": float(factor), **_SCALING}
+        scaling["high_freq_factor"] = float(params.get("rope_high_freq_factor") or scaling["high_freq_factor"])
+    positions = 131_072 if scaling else 8192 if llama3 else _positions_before_3(params, theta)
+    bos, eos = (128_000, 128_001) if llama3 else (1, 2)
+    return ModelConfig(
+        **_read_common(params, "llama", found),
+        head_dim=params.get("head_dim") or _per_head(params),
+        ffn=found["ffn"],
+        rope_theta=float(theta),
+        rope_scaling=scaling,
+        max_positions=params.get("max_seq_len") or positions,
+        bos_token_id=bos if found["vocab"] > eos else None,
+        eos_token_id=eos if found["vocab"] > eos else None,
+    )
+
+
+def _positions_before_3(params: Mapping[str, Any], theta: float) -> int:
+    if theta > 10_000:
+        return 16_384
+    return 4096 if "n_kv_heads" in params or (params.get("norm_eps", 0) >= 1e-5 and params["dim"] < 8192) else 2048
+
+
+def _read_mistral(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConfig:
+    window, moe = params.get("sliding_window"), params.get("moe")
+    experts = {}
+    if moe:
+        experts = {"experts": moe["num_experts"], "experts_per_token": moe["num_experts_per_tok"]}
+        experts["moe_ffn"] = params["hidden_dim"]
+    return ModelConfig(
+        **_read_common(params, "mixtral" if moe else "mistral", found),
+        **experts,
+        head_dim=params.get("head_dim") or _per_head(params),
+        ffn=params["hidden_dim"],
+        rope_theta=float(params.get("rope_theta") or 10_000.0),
+        max_positions=params.get("max_seq_len") or 32_768,
+        sliding_window=None if window is None else int(window),
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def _read_common(params: Mapping[str, Any], family: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    heads = params["n_heads"]
+    return {
+        "family": family,
+        "layers": params["n_layers"],
+        "hidden": params["dim"],
+        "heads": heads,
+        "kv_heads": params.get("n_kv_heads") or heads,
+        "vocab": found["vocab"],
+        "norm_epsilon": params.get("norm_eps", 1e-5),
+        "tie_embeddings": found["tie_embeddings"],
+    }
+
+
+def _per_head(params: Mapping[str, Any]) -> int:
+    dim, heads = params["dim"], params["n_heads"]
+    if type(dim) is not int or type(heads) is not int or dim < 1 or heads < 1 or dim % heads:
+        raise ValueError(f"dim = {dim!r} can't be divided over n_heads = {heads!r}")
+    return dim // heads
+
+
+# The way back.
+
+
+def is_llama3(config: ModelConfig) -> bool:
+    """Whether Meta's code for Llama 3 reads the model, which cuts the embedding by rows as the head."""
+    return config.vocab > 100_000 or config.rope_theta == 500_000 or _is_scaled_by_meta(config)
+
+
+def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[str, Any]:
+    """params.json for a model; allow_lossy: leave a rope scaling out that has no words there. Raises NotExpressible."""
+    for name, holds, what in _refusals(config, kind, allow_lossy):
+        if not holds:
+            raise NotExpressible(f"the model has {what} ({name}), for which {KINDS[kind]} params.json has no place")
+    common = {"dim": config.hidden, "n_layers": config.layers, "n_heads": config.heads}
+    sizes = {"norm_eps": config.norm_epsilon, "vocab_size": config.vocab}
+    if kind == "mistral":
+        window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
+        own: dict[str, Any] = {"head_dim": config.head_dim, "hidden_dim": config.ffn, "n_kv_heads": config.kv_heads}
+        if config.experts:
+            own |= {"hidden_dim": config.moe_ffn}
+            own["moe"] = {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+        return common | own | sizes | {"rope_theta": config.rope_theta, "max_seq_len": config.max_positions} | window
+    params: dict[str, Any] = common | sizes
+    if config.kv_heads != config.heads:
+        params["n_kv_heads"] = config.kv_heads
+    params |= _ffn_words(config.hidden, config.ffn)
+    if config.rope_theta != 10_000 or is_llama3(config):
+        params["rope_theta"] = config.rope_theta
+    if _is_scaled_by_meta(config):
+        assert config.rope_scaling is not None
+        params["use_scaled_rope"] = True
+        if config.rope_scaling["factor"] != 8 or config.tie_embeddings:
+            params["rope_scaling_factor"] = config.rope_scaling["factor"]
+    return params
+
+
+def params_json(config: ModelConfig, kind: str, *, allow_lossy: bool) -> bytes:
+    """The file. Raises as write_params."""
+    return (json.dumps(write_params(config, kind, allow_lossy=allow_lossy)) + "\n").encode()
+
+
+def _refusals(config: ModelConfig, kind: str, allow_lossy: bool) -> Iterator[tuple[str, bool, str]]:
+    """(field, whether it is as the format needs it, what the model has otherwise)."""
+    yield "encoder", not (config.encoder_layers or config.head_activation), "an encoder"
+    yield "qkv_bias", not (config.qkv_bias or config.o_bias), "attention biases"
+    yield "mlp_bias", not config.mlp_bias, "MLP biases"
+    yield "qk_norm", not config.qk_norm, "norms on q and k"
+    yield "experts", not config.experts or (kind == "mistral" and config.family == "mixtral"), "experts"
+    yield "kv_rank", not config.kv_rank, "latent attention"
+    yield "zero_centered_norm", not config.zero_centered_norm, "zero-centered norms"
+    yield "positions", config.positions == "rope", "learned positions"
+    yield "normalization", config.normalization == "RMSNorm", f"a {config.normalization}"
+    yield (
+        "activation",
+        config.activation == "silu" and config.gated,
+        f"an MLP of {config.activation}, not of gated silu",
+    )
+    yield "rotary_percent", config.rotary_percent == 1, "heads that rotate in part"
+    scaling = (config.rope_scaling or {}).get("rope_type")
+    scaled = scaling is None or allow_lossy or (kind == "meta" and _is_scaled_by_meta(config))
+    yield "rope_scaling", scaled, f"{scaling} rope scaling {dict(config.rope_scaling or {})}"
+    if kind == "meta":
+        yield "sliding_window", config.sliding_window is None, "a sliding window"
+        yield (
+            "head_dim",
+            config.heads * config.head_dim == config.hidden,
+            f"heads of {config.head_dim}, not dim / n_heads",
+        )
+    else:
+        yield "windowed_layers", config.windowed_layers is None, "a sliding window on some layers only"
+
+
+def _is_scaled_by_meta(config: ModelConfig) -> bool:
+    scaling = config.rope_scaling or {}
+    return scaling.get("rope_type") == "llama3" and all(scaling[name] == value for name, value in _SCALING.items())
+
+
+def _ffn_words(dim: int, ffn: int) -> dict[str, Any]:
+    """multiple_of and, where it is needed, ffn_dim_multiplier that make this width; published ones if any do."""
+    multiple = math.gcd(ffn, 4096)
+    base = ffn_width(dim, 1, None)
+    # The multiplier may be as coarse as multiple_of is wide: the fewest digits that give this width.
+    close = [(multiple, round((ffn - multiple / 2) / base, digits)) for digits in range(1, 18)]
+    for multiple_of, multiplier in (*_PUBLISHED, (multiple, None), *close, (1, ffn / base), (1, (ffn + 0.5) / base)):
+        if ffn_width(dim, multiple_of, multiplier) == ffn:
+            found: dict[str, Any] = {"multiple_of": multiple_of}
+            return found if multiplier is None else found | {"ffn_dim_multiplier": multiplier}
+    raise NotExpressible(f"the model has an MLP of width {ffn}, which no ffn_dim_multiplier gives for dim {dim}")
+
+
+def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """The width of the MLP as Meta's code computes it."""
+    width = int(2 * (4 * dim) / 3)
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return multiple_of * ((width + multiple_of - 1) // multiple_of)

@@ -1,0 +1,1 @@
+"""Megatron's arguments and a model's configuration, both ways."""

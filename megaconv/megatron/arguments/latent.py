@@ -1,0 +1,82 @@
+"""Megatron's arguments of multi-head latent attention, from and to our configuration.
+
+    q_lora_rank, kv_lora_rank             widths of the latent vectors; no q_lora_rank: queries are made directly
+    qk_head_dim, qk_pos_emb_head_dim      elements of a head of q and k without and with a rotation; v_head_dim of v
+    rope_type                             `rope`, or `yarn` with rotary_scaling_factor, mscale, mscale_all_dim ...
+
+Rotating elements lie in pairs, as in DeepSeek's own files. Source: MLATransformerConfig and multi_latent_attention.py of
+megatron-core 0.16; DeepseekV3Attention and the yarn parameters of transformers 5.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.model.config import ModelConfig
+from megaconv.errors import NotExpressible
+
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+"""What both take a missing word for."""
+
+
+def latent_arguments(config: ModelConfig) -> dict[str, Any]:
+    """All that tells latent attention. Raises NotExpressible for a scaling that Megatron has no words for."""
+    if not config.kv_rank:
+        return {"multi_latent_attention": False}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_rank or None,
+        "kv_lora_rank": config.kv_rank,
+        "qk_head_dim": config.head_dim - config.rope_dim,
+        "qk_pos_emb_head_dim": config.rope_dim,
+        "v_head_dim": config.v_dim,
+        "kv_channels": config.v_dim,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "qk_layernorm": True,
+        "moe_router_dtype": "fp32",
+    } | _scaling(config.rope_scaling)
+
+
+def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    if scaling is None:
+        plain = {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        return {"rope_type": "rope", **plain, "beta_fast": 32.0, "beta_slow": 1.0}
+    known = {"rope_type", "factor", "mscale", "mscale_all_dim", *_YARN}
+    others = sorted(name for name, value in scaling.items() if name not in known and value is not None)
+    both = [bool(scaling.get(name)) for name in ("mscale", "mscale_all_dim")]
+    if scaling["rope_type"] != "yarn" or others or both == [False, True]:
+        raise NotExpressible(
+            f"rope scaling {dict(scaling)} has no equivalent in Megatron's latent attention, which knows yarn"
+        )
+    found = {name: scaling.get(name) or value for name, value in _YARN.items()}
+    # Without mscale_all_dim the two definitions agree only if mscale is 1.
+    mscales = (float(scaling["mscale"]), float(scaling["mscale_all_dim"])) if all(both) else (1.0, 0.0)
+    factor = {"rotary_scaling_factor": float(scaling["factor"]), "mscale": mscales[0], "mscale_all_dim": mscales[1]}
+    return {"rope_type": "yarn", **factor, **found}
+
+
+def read_latent(args: Namespace) -> dict[str, Any]:
+    """As fields of ModelConfig; none for any other attention."""
+    if not getattr(args, "multi_latent_attention", False):
+        return {}
+    scaling = None
+    if getattr(args, "rope_type", "yarn") == "yarn":
+        scaling = {name: getattr(args, name, value) for name, value in _YARN.items()} | {
+            "rope_type": "yarn",
+            "factor": float(getattr(args, "rotary_scaling_factor", 40)),
+        }
+        mscales = {
+            name: float(getattr(args, name, value)) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0))
+        }
+        scaling |= mscales if mscales["mscale_all_dim"] else {}
+    rope_dim = args.qk_pos_emb_head_dim
+    return {
+        "kv_heads": args.num_attention_heads,
+        "head_dim": args.qk_head_dim + rope_dim,
+        "rope_dim": rope_dim,
+        "v_dim": args.v_head_dim,
+        "kv_rank": args.kv_lora_rank,
+        "q_rank": args.q_lora_rank or 0,
+        "rope_scaling": scaling,
+    }

@@ -1,0 +1,89 @@
+"""Which group of the optimizer a parameter belongs to, and how Megatron core writes the groups.
+
+    decay       matrices: layers' weights, embeddings, head, router
+    no decay    vectors: norms and biases
+    decoupled   embedding and head, where they have a learning rate of their own
+
+Experts under expert parallelism are trained by a second optimizer with groups of the same kinds. Groups are told by
+their values, never by their order, which differs between releases and pipeline stages. Source: optimizer/__init__.py
+of Megatron core.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from formats.tensor import Shape
+from megaconv.model.training import ParamGroup
+
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config", "params", "step")
+_DECOUPLED = ("word_embeddings.weight", "output_layer.weight", "word_embeddings_for_head.weight")
+_PLAIN = (type(None), bool, int, float, str)
+
+DEFAULTS: Mapping[str, Any] = {
+    "max_lr": None, "min_lr": None, "lr": 0.0, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8,
+    "weight_decay": 0.0,
+}  # fmt: skip
+"""What a group of Adam needs so that torch's, Apex's and Transformer Engine's can all go on from it."""
+
+
+class Class(NamedTuple):
+    """What parameters of one group have in common."""
+
+    decay: bool
+    decoupled: bool = False
+
+
+def is_expert(name: str) -> bool:
+    """Whether a native name is that of one expert's parameter (not the router's, nor a shared expert's)."""
+    return ".experts." in name
+
+
+def class_of(name: str, shape: Shape, *, decoupled: bool, decayed_embeddings: bool = True) -> Class:
+    """decoupled: whether embedding and head have a rate of their own in this run."""
+    decay = len(shape) > 1 and not name.endswith(".bias") and (decayed_embeddings or "embedding" not in name)
+    return Class(decay, decoupled and name.endswith(_DECOUPLED))
+
+
+def read_group(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> ParamGroup:
+    """A group of a checkpoint; tensors and objects among its settings are left out."""
+    factor = group.get("wd_mult", group.get("pre_wd_mult"))
+    if factor is None:  # before 2022 there are two groups, told by the weight decay itself
+        decayed = any(other["weight_decay"] != 0 for other in others)
+        factor = 0.0 if decayed and group["weight_decay"] == 0 else 1.0
+    lr_mult = float(group.get("lr_mult", group.get("pre_lr_mult", 1.0)))
+    decoupled = bool(group.get("is_decoupled_lr")) or (lr_mult == 1 and group.get("default_config") is False)
+    settings = {name: value for name, value in group.items() if name not in _IDENTITY and _is_plain(value)}
+    return ParamGroup(float(factor), lr_mult, decoupled, settings)
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, _PLAIN)
+
+
+def group_class(group: ParamGroup) -> Class:
+    return Class(group.wd_mult != 0, group.decoupled_lr)
+
+
+def write_order(groups: Iterable[ParamGroup]) -> list[int]:
+    """Indices in the order of core 0.16: the default group, then by what is unlike it, name by name."""
+
+    def overrides(group: ParamGroup) -> list[tuple[str, float]]:
+        rates = {name: group.settings.get(name) or 0.0 for name in ("max_lr", "min_lr")} if group.decoupled_lr else {}
+        factors = {"lr_mult": group.lr_mult, "wd_mult": group.wd_mult}
+        return sorted((rates | {name: factor for name, factor in factors.items() if factor != 1}).items())
+
+    listed = list(groups)
+    return sorted(range(len(listed)), key=lambda index: overrides(listed[index]))
+
+
+def write_group(group: ParamGroup, *, expert: bool, step: int) -> dict[str, Any]:
+    """The union of what the releases and their optimizers look for, without `params`."""
+    identity = {
+        "is_expert_parallel": expert,
+        "default_config": not group.decoupled_lr and group.lr_mult == 1,
+        "wd_mult": group.wd_mult,
+        "lr_mult": group.lr_mult,
+        "is_decoupled_lr": False,  # since 0.16; told by default_config and max_lr
+    }
+    defaults = {} if "momentum" in group.settings else DEFAULTS
+    return {**identity, **defaults, **group.settings, "step": step}

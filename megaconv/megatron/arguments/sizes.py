@@ -1,0 +1,241 @@
+"""What a Megatron checkpoint's own tensors say about its model: layers, sizes, features. They are right where args aren't."""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from megaconv.errors import TensorMismatch, UnknownFamily
+from megaconv.model.layout import Layout
+from megaconv.megatron.states.ranks import Ranks, Weights
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """Names of the tensors that tell most."""
+
+    embedding: str
+    positions: str
+    encoder: str
+    decoder: str
+    """The stack of layers that is called so; `layers` and `final_norm` are of the one that the model ends with."""
+    layers: str
+    """In front of a layer's number."""
+    final_norm: str
+    head: str
+    tied_copy: str
+    """What a tied head is called, where another stage holds the embedding."""
+    # In a layer, without `.weight` and `.bias`:
+    qkv: str
+    o: str
+    fc1: str
+    fc2: str
+    token_types: str
+    head_bias: str
+    """Of a T5."""
+    transform: str = "lm_head.dense.weight"
+    """In front of BERT's head."""
+
+
+CORE = Landmarks(
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "encoder.",
+    "decoder.",
+    "decoder.layers.",
+    "decoder.final_layernorm",
+    "output_layer.weight",
+    "output_layer.weight",
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "embedding.tokentype_embeddings.weight",
+    "lm_head.output_layer.bias",
+)
+LEGACY = Landmarks(
+    "language_model.embedding.word_embeddings.weight",
+    "language_model.embedding.position_embeddings.weight",
+    "language_model.encoder.",
+    "language_model.decoder.",
+    "language_model.encoder.layers.",
+    "language_model.encoder.final_norm",
+    "language_model.output_layer.weight",
+    "word_embeddings_for_head.weight",
+    "self_attention.query_key_value",
+    "self_attention.dense",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+    "language_model.embedding.tokentype_embeddings.weight",
+    "lm_head.bias",
+)
+
+
+def with_stacks(names: Landmarks, ranks: Ranks) -> Landmarks:
+    """The stack that a model ends with is its decoder if it has one, else its encoder, which is how legacy models call theirs."""
+    found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
+    last = next(stack for stack in (names.decoder, names.encoder, "") if any(name.startswith(stack) for name in found))
+    was = names.decoder if names.layers.startswith(names.decoder) else names.encoder
+    moved = {field: (last or was) + getattr(names, field).removeprefix(was) for field in ("layers", "final_norm")}
+    return replace(names, **moved)
+
+
+def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
+    """Sizes of the grid and layers of each stage. Raises TensorMismatch when the layers aren't as many as args say."""
+    vpp = max(len(chunks) for chunks in ranks.weights.values())
+    counts = _stage_layers(ranks, vpp, names.layers)
+    encoder = _encoder_layers(ranks, vpp, names)
+    expected = getattr(args, "num_layers", None)
+    if sum(encoder) and sum(counts) == getattr(args, "decoder_num_layers", None):
+        expected = sum(counts)  # legacy; Megatron core gives a decoder num_layers whatever decoder_num_layers says
+    if expected is not None and sum(counts) != expected:
+        raise TensorMismatch(
+            f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
+        )
+    if not sum(encoder) or ranks.pp == 1:
+        return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
+    return Layout(
+        ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts, encoder_layers=_own_stages(encoder, counts, args)
+    )
+
+
+def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namespace) -> tuple[int, ...]:
+    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't apart."""
+    split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
+    if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
+        raise TensorMismatch(
+            f"the pipeline stages hold {'+'.join(map(str, encoder))} layers of an encoder and {'+'.join(map(str, decoder))} of a decoder; "
+            "expected all of the encoder's on stages before the decoder's"
+        )
+    expected = getattr(args, "encoder_num_layers", None)
+    if expected is not None and sum(encoder) != expected:
+        raise TensorMismatch(
+            f"the rank files hold {sum(encoder)} layers of an encoder ({'+'.join(map(str, encoder[:split]))}), their args say {expected}; "
+            "is a stage missing?"
+        )
+    return encoder[:split]
+
+
+def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]:
+    """How many layers of a name each stage has, in the order of the model."""
+    stages = [(vpp_rank, ranks.dense(0, pp_rank)) for vpp_rank in range(vpp) for pp_rank in range(ranks.pp)]
+    return tuple(
+        _layer_count(chunks[vpp_rank], before_number) if vpp_rank < len(chunks) else 0 for vpp_rank, chunks in stages
+    )
+
+
+def _encoder_layers(ranks: Ranks, vpp: int, names: Landmarks) -> tuple[int, ...]:
+    """On each stage, of an encoder beside the stack that the model ends with."""
+    return () if names.layers.startswith(names.encoder) else _stage_layers(ranks, vpp, names.encoder + "layers.")
+
+
+def _layer_count(weights: Weights, prefix: str) -> int:
+    pattern = re.compile(re.escape(prefix) + r"(\d{1,9})\.")
+    numbers = {int(found[1]) for name in weights if (found := pattern.match(name))}
+    if numbers and max(numbers) >= len(numbers):
+        raise TensorMismatch(f"there are tensors of layer {max(numbers)}, but of only {len(numbers)} layers in all")
+    return len(numbers)
+
+
+def padded_rows(ranks: Ranks, names: Landmarks) -> int:
+    """Of the embedding, over all ranks."""
+    return ranks.tp * int(ranks.dense(0, 0)[0][names.embedding].shape[0])
+
+
+def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) -> dict[str, Any]:
+    """As fields of ModelConfig; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
+    first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
+    layers = dict(_layers(ranks, layout, names.layers))
+    encoder_layers = sum(_encoder_layers(ranks, layout.vpp, names))
+    if names.embedding not in first or not layers:
+        raise UnknownFamily(
+            f"{ranks.files[min(ranks.files)]}: is no model that we know (it has no word embeddings, or no layers)"
+        )
+    matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
+    for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
+        for name, tensor in chunk.items():
+            if name.endswith(matrices) and ".experts." not in name and len(tensor.shape) != 2:
+                raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
+    attention = layers[0]
+    found: dict[str, Any] = {
+        "layers": sum(layout.stage_layers),
+        "hidden": first[names.embedding].shape[-1],
+        "vocab": padded_rows(ranks, names),
+        "tie_embeddings": _is_tied(last, layout, args, names),
+        "qkv_bias": names.qkv + ".bias" in attention,
+        "o_bias": names.o + ".bias" in attention,
+        "mlp_bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
+        "qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
+        "sinks": "self_attention.core_attention.softmax_offset" in attention,
+        "mtp_layers": _layer_count(last, "mtp.layers."),
+        "ffn": getattr(args, "ffn_hidden_size", None) or 0,
+    }
+    fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
+    dense = [layer[fc2] for layer in layers.values() if fc2 in layer]
+    if dense:
+        found["ffn"] = layout.tp * dense[0].shape[-1]
+    # A gated layer has two rows in its first matrix for every column of its second.
+    gates = [layer for layer in layers.values() if fc1 in layer]
+    found["gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
+    if names.positions in first:
+        found |= {"positions": "learned", "max_positions": first[names.positions].shape[0]}
+    if any("norm" in name and name.endswith("bias") for name in attention):
+        found["normalization"] = "LayerNorm"
+    if encoder_layers:
+        found |= {"encoder_layers": encoder_layers, "final_norm": names.final_norm + ".weight" in last}
+        found |= {"head_bias": names.head_bias in last} | _find_relative(first)
+    elif names.transform in last:
+        found |= {"head_activation": "gelu", "binary_head": "binary_head.weight" in last}
+        found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
+    return found | _find_experts(layers)
+
+
+def _find_relative(first: Weights) -> dict[str, Any]:
+    table = first.get("encoder_relative_pos_emb.relative_attention_bias.weight")
+    return {} if table is None else {"positions": "relative", "relative_buckets": table.shape[0]}
+
+
+def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:
+    if names.head not in last:
+        return True
+    may_be_copy = names.head == names.tied_copy and layout.pp > 1
+    return may_be_copy and not getattr(args, "untie_embeddings_and_output_weights", False)
+
+
+def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
+    routers = {index: layer["mlp.router.weight"] for index, layer in layers.items() if "mlp.router.weight" in layer}
+    if not routers:
+        return {}
+    with_experts = tuple(sorted(routers))
+    return {
+        "experts": routers[with_experts[0]].shape[0],
+        "moe_layers": None if len(with_experts) == len(layers) else with_experts,
+        "router_bias": "mlp.router.expert_bias" in layers[with_experts[0]],
+        "shared_gate": "mlp.shared_experts.gate_weight" in layers[with_experts[0]],
+    }
+
+
+def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[int, Weights]]:
+    """(global layer, its weights on tensor rank 0 without the name of the layer)."""
+    for chunk in layout.chunks():
+        chunks = ranks.dense(0, chunk.pp_rank)
+        for local in range(chunk.layers):
+            prefix = f"{before_number}{local}."
+            weights = chunks[chunk.vpp_rank].items()
+            yield (
+                chunk.first_layer + local,
+                {name.removeprefix(prefix): tensor for name, tensor in weights if name.startswith(prefix)},
+            )
+
+
+def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:
+    """By the shape of a shard: args of some tools don't tell the truth."""
+    for chunk in (chunk for chunks in ranks.weights.values() for chunk in chunks):
+        for name, tensor in chunk.items():
+            if ".experts." in name and "linear_fc2.weight" in name:
+                return moe_ffn // int(tensor.shape[-1]) or 1
+            if name.endswith(".experts.weight2"):
+                return moe_ffn * experts // ranks.ep // int(tensor.shape[0]) or 1
+    return 1

@@ -1,0 +1,1 @@
+"""`torch_dist` and `zarr` checkpoints."""

@@ -1,0 +1,359 @@
+"""The optimizer of a distributed Megatron checkpoint (`torch_dist`, `zarr`, `fsdp_dtensor`), in whatever form it was saved.
+
+Shaped like the model (fully_reshardable, non-distributed optimizers, Megatron-FSDP; fully_sharded_model_space, flattened):
+
+    [chained_0.]optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight
+    optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc2.weight.exp_avg
+
+The buffers of the distributed optimizer, of each model-parallel rank (dp_reshardable, fully_sharded_bucket_space), or all
+that such a rank would have in distrib_optim.pt in one object (dp_zero_gather_scatter):
+
+    [chained_0.]optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
+    [chained_0.]optimizer.distributed.dp_group_idx_0.param_state/shard_0_1
+
+Source: distrib_optimizer.py and optimizer.py in megatron/core/optimizer, core 0.6 to 0.19.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from formats.chunked import ChunkedTensor, require_cover
+from formats.flattened import unflatten
+from formats.pickle_records import TorchDtype
+from formats.tensor import LazyTensor, Shape
+from megaconv.engine.assembled import Placed
+from megaconv.model.check import well_formed
+from megaconv.model.config import ModelConfig
+from megaconv.errors import CheckpointError, TensorMismatch
+from megaconv.families import family
+from megaconv.model.layout import Chunk, Layout
+from megaconv.megatron.distributed.keys import unstack
+from megaconv.megatron.states.names import BUFFERS, module_order
+from megaconv.megatron.optimizer.source import Optimizers
+from megaconv.megatron.arguments.param_groups import class_of, group_class, read_group
+from megaconv.megatron.optimizer.rank import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.states.ranks import RankId
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
+
+_RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
+_KEPT = "|".join((*ADAM, *SGD))
+_STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|{_KEPT})\.(.+)")
+_FSDP_STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(.+)\.({_KEPT})")
+_FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
+_BUCKET = re.compile(
+    r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+_OBJECT = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
+_MASTERS = ("fp32_param", "param")
+
+
+class Directory(Protocol):
+    """An opened directory of either format."""
+
+    def tensors(self) -> Mapping[str, ChunkedTensor]: ...
+
+    def objects(self) -> list[str]: ...
+
+    def read_object(self, name: str) -> object:
+        """Without the list of one that Megatron may wrap it in."""
+        ...
+
+
+@dataclass(frozen=True)
+class DistOptimizer:
+    """One opened directory."""
+
+    where: str
+    directory: Directory
+    tensors: Mapping[str, ChunkedTensor]
+    state: Mapping[str, Any]
+    """common.pt"""
+    args: Namespace
+    flattened: Mapping[str, Shape]
+    """True shapes of tensors that are stored flat, by key."""
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """Everything that isn't sharded; with Megatron-FSDP an object each."""
+        found: dict[str, Any] = dict(self.state)
+        for name in self.directory.objects():
+            outer, _, inner = name.partition(".")
+            if outer == "opt_param_scheduler":
+                found.setdefault(outer, {})[inner] = self.directory.read_object(name)
+        return found
+
+    @cached_property
+    def in_buckets(self) -> bool:
+        return any(".distributed.dp_group_idx_" in name for name in self.tensors) or any(
+            name.endswith(".param_state/shard_0_1") for name in self.directory.objects()
+        )
+
+    def rng(self) -> dict[tuple[int, int, int], Any]:
+        """(tensor, pipeline, expert rank) -> random-number generators. None of runs with expert parallelism, whose grid has
+        an axis more."""
+        found = {}
+        for name in self.directory.objects():
+            if place := _RNG.fullmatch(name):
+                value = self.directory.read_object(name)
+                found[int(place[2]), int(place[1]), 0] = value if isinstance(value, list) else [value]
+        return found
+
+    def describe(self) -> OptimizerState:
+        """Its kind, and its step where that can be told. Never raises for what it finds."""
+        kind = self._kind()
+        try:
+            step = step_of({"param_groups": self._groups(first_only=True)})
+        except (CheckpointError, AttributeError, LookupError, TypeError, ValueError):
+            step = None
+        return OptimizerState(kind, step if step is not None else step_of(self._common_optimizer()))
+
+    def _kind(self) -> str:
+        told = self.common.get("content_metadata")
+        sharding = told.get("distrib_optim_sharding_type") if isinstance(told, dict) else None
+        for part in parts(self._common_optimizer()):
+            sharding = sharding or (part.get("param_state_sharding_type") if isinstance(part, dict) else None)
+        if sharding:
+            return f"distributed, {sharding}"
+        if any(_FSDP_GROUP.fullmatch(name) for name in self.directory.objects()):
+            return "Megatron-FSDP"
+        return "mixed precision" if any(".fp32_param." in name for name in self.tensors) else "fp32"
+
+    def _common_optimizer(self) -> Any:
+        return self.common.get("optimizer", {})
+
+    # Shaped like the model.
+
+    def open(self, weights: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> Optimizers:
+        """The tensors of a single rank that holds everything. Nothing where they are in buckets.
+
+        weights: of that rank, by native name. aliases: second names of tensors -> first ones; the optimizer's are under either.
+
+        Raises TensorMismatch where tensors are missing or of another shape.
+        """
+        if self.in_buckets:
+            return Optimizers({})
+        by_slot: dict[str, dict[str, ChunkedTensor]] = {}
+        for key, tensor in self.tensors.items():
+            if found := _STATE.fullmatch(key):
+                slot, name = MASTER if found[1] in _MASTERS else found[1], found[2]
+            elif found := _FSDP_STATE.fullmatch(key):
+                name, slot = found[1], found[2]
+            else:
+                continue
+            by_slot.setdefault(slot, {})[name] = self._whole(key, tensor)
+        slots = {
+            slot: {aliases.get(name, name): tensor for name, tensor in unstack(tensors).items()}
+            for slot, tensors in by_slot.items()
+        }
+        result = RankOptimizer(self.where)
+        with well_formed(f"{self.where}: its optimizer"):
+            result.group_steps |= {step for step in (step_of(self._common_optimizer()),) if step is not None}
+            groups = self._groups()
+            result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
+            known = {group_class(group): group for group in (read_group(group, groups) for group in groups)}
+            result.grad_scaler = self._scaler()
+            for name, weight in weights.items():
+                if not name.endswith(BUFFERS) and name not in aliases:
+                    result.slots[0, name] = self._slots_of(name, weight, slots)
+                    result.group_of[0, name] = self._group_of(name, weight, known)
+        return Optimizers({RankId(0, 0, 0): result})
+
+    def _whole(self, key: str, tensor: ChunkedTensor) -> ChunkedTensor:
+        if key not in self.flattened:
+            return tensor
+        whole = unflatten(tensor, self.flattened[key])
+        require_cover(f"{self.where}: {key}", whole.shape, [(chunk.offset, chunk.shape) for chunk in whole.chunks])
+        return whole
+
+    def _slots_of(
+        self, name: str, weight: LazyTensor, slots: Mapping[str, Mapping[str, LazyTensor]]
+    ) -> dict[str, LazyTensor]:
+        kept = SGD if slots.keys().isdisjoint(ADAM) and not slots.keys().isdisjoint(SGD) else ADAM
+        wanted = kept if weight.dtype == "float32" else (MASTER, *kept)
+        found = {slot: tensor for slot in wanted if (tensor := slots.get(slot, {}).get(name)) is not None}
+        missing = [slot for slot in wanted if slot not in found]
+        if missing:
+            raise TensorMismatch(
+                f"{self.where}: the optimizer has no {missing[0]} of {name} (was it frozen?); {WITHOUT}"
+            )
+        for slot, tensor in found.items():
+            if tensor.shape != weight.shape or tensor.dtype != "float32":
+                raise TensorMismatch(
+                    f"{self.where}: {name} is {list(weight.shape)}, its {slot} in the optimizer {list(tensor.shape)} "
+                    f"{tensor.dtype}; {WITHOUT}"
+                )
+        return found
+
+    def _group_of(self, name: str, weight: LazyTensor, known: Mapping[Any, ParamGroup]) -> ParamGroup:
+        decoupled = any(group.decoupled_lr for group in known.values())
+        group = known.get(class_of(name, weight.shape, decoupled=decoupled))
+        if group is None:
+            raise TensorMismatch(f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}")
+        return group
+
+    def _groups(self, *, first_only: bool = False) -> list[dict[str, Any]]:
+        """Of all optimizers, from wherever they are kept; first_only: of one rank, which is enough to tell the step."""
+        found = [
+            group
+            for part in parts(self._common_optimizer())
+            if isinstance(part, dict)
+            for group in part.get("optimizer", part).get("param_groups", ())
+        ]
+        if found:
+            return found
+        names = [name for name in self.directory.objects() if (m := _OBJECT.fullmatch(name)) and m[3] == "optimizer"]
+        for name in names[:1] if first_only else names:
+            value = self.directory.read_object(name)
+            if isinstance(value, dict):
+                found += value["param_groups"]
+        return found or list(self._fsdp_groups())
+
+    def _fsdp_groups(self) -> Iterator[dict[str, Any]]:
+        """One of each class; every parameter has all of its group."""
+        by_parameter: dict[str, list[tuple[str, str]]] = {}
+        for name in self.directory.objects():
+            if found := _FSDP_GROUP.fullmatch(name):
+                by_parameter.setdefault(found[1], []).append((found[2], name))
+        seen = set()
+        for members in by_parameter.values():
+            identity = {
+                setting: name for setting, name in members if setting in ("wd_mult", "lr_mult", "is_decoupled_lr")
+            }
+            kind = tuple(self.directory.read_object(name) for name in identity.values())
+            if kind not in seen:
+                seen.add(kind)
+                yield {setting: self.directory.read_object(name) for setting, name in members}
+
+    def _scaler(self) -> Mapping[str, Any] | None:
+        for part in parts(self._common_optimizer()):
+            if isinstance(part, dict) and "grad_scaler" in part:
+                return {name: number(value) for name, value in part["grad_scaler"].items()}
+        return None
+
+    # In the buffers of model-parallel ranks.
+
+    def open_buckets(
+        self, config: ModelConfig, layout: Layout, padded: int, placed: Sequence[Placed]
+    ) -> tuple[Optimizers, list[Placed]]:
+        """The tensors of every rank of the run that saved them, in their places. layout: of that run.
+
+        placed: the weights, which say of what dtype parameters are. Raises TensorMismatch where buffers don't fit.
+        """
+        dtypes = {name: item.tensor.dtype for item in placed for name in item.native.parts}
+        ranks = _Ranks(config, layout, padded, self._naming(config), dtypes)
+        by_rank, made = {}, []
+        for rank in ranks.numbers():
+            natives = ranks.natives(rank)
+            found = [parameter for parameter, _ in natives]
+            where = f"{self.where} (tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep})"
+            with well_formed(f"{where}: its optimizer"):
+                optimizer, buffers = self._of_rank(rank, layout)
+                result = read(optimizer, buffers, found, self.args, rank.pp, where)
+            by_rank[rank] = result
+            for parameter, native in natives:
+                key = parameter.chunk, parameter.name
+                if key in result.slots:
+                    tensor = result.slots[key][EXP_AVG]
+                    made.append(Placed(native, tensor, where, result.slots[key], result.group_of[key]))
+        return Optimizers(by_rank), made
+
+    def _naming(self, config: ModelConfig) -> str:
+        engine = getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
+        naming = "core" if engine else "core_local"
+        if config.experts and getattr(self.args, "moe_grouped_gemm", False):
+            legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
+            naming += "+legacy_grouped" if legacy else "+grouped"
+        return naming
+
+    def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
+        """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""
+        prefixes = sorted({found[1] for name in self.directory.objects() if (found := _OBJECT.fullmatch(name))})
+        dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
+        if len(prefixes) == 1:
+            return self._part(prefixes[0], dense)
+        etp_rank = rank.tp % layout.etp
+        expert = (rank.pp * layout.ep + rank.ep) * layout.etp + etp_rank
+        if not self._numbers_experts_by_stage():
+            expert = rank.ep * layout.tp * layout.pp + rank.pp * layout.tp + rank.tp
+        both = [self._part(prefixes[0], dense), self._part(prefixes[1], expert if rank.tp == etp_rank else None)]
+        return [optimizer for optimizer, _ in both], [buffers for _, buffers in both]
+
+    def _numbers_experts_by_stage(self) -> bool:
+        """Since core 0.12, which began to save these."""
+        return "content_metadata" in self.common or "rerun_state_machine" in self.common
+
+    def _part(self, prefix: str, group: int | None) -> tuple[Any, Any]:
+        """(optimizer, buffers) of one data-parallel group; its settings alone where that is not asked for."""
+        base = f"{prefix}optimizer.distributed.dp_group_idx_{group or 0}."
+        settings = self.directory.read_object(f"{base}optimizer/shard_0_1")
+        optimizer = {"optimizer": settings}
+        if group is None:
+            return optimizer, None
+        gathered = f"{base}param_state/shard_0_1"
+        if gathered in self.directory.objects():
+            return optimizer, self.directory.read_object(gathered)
+        return optimizer, self._buckets(prefix, group, base)
+
+    def _buckets(self, prefix: str, group: int, base: str) -> dict[Any, Any]:
+        """As older releases have them in distrib_optim.pt: a tensor for every bucket."""
+        unpadded = "per_bucket_numel_unpadded"
+        made: dict[Any, Any] = {unpadded: self.directory.read_object(f"{base}{unpadded}/shard_0_1")}
+        buckets: dict[tuple[int, str, str, str], dict[int, ChunkedTensor]] = {}
+        for name, tensor in self.tensors.items():
+            found = _BUCKET.fullmatch(name)
+            if found and (found[1], int(found[2])) == (prefix, group):
+                key = int(found[3]), found[4], found[5], found[7]
+                buckets.setdefault(key, {})[int(found[6])] = tensor
+        for (index, dtype, gradients, slot), numbered in buckets.items():
+            entry = made.setdefault(index, {}).setdefault((TorchDtype(dtype), TorchDtype(gradients)), {})
+            entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
+        return made
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of the run that saved a checkpoint, and what each had of the model."""
+
+    config: ModelConfig
+    layout: Layout
+    padded: int
+    naming: str
+    dtypes: Mapping[str, str]
+    """Of weights, by canonical name."""
+
+    def numbers(self) -> Iterator[RankId]:
+        """Those that had something that no other one has."""
+        for pp_rank in range(self.layout.pp):
+            for ep_rank in range(self.layout.ep):
+                yield from (RankId(tp_rank, pp_rank, ep_rank) for tp_rank in range(self.layout.tp))
+
+    def natives(self, rank: RankId) -> list[tuple[Parameter, NativeTensor]]:
+        """Parameters in the order of the modules."""
+        rows = family(self.config.family).rows
+        tied = self.config.tie_embeddings and self.layout.pp > 1
+        embeddings = {row.canonical for row in rows if row.tied_copy and tied}
+        found = []
+        for chunk in self.layout.chunks():
+            if chunk.pp_rank != rank.pp:
+                continue
+            for native in self._of_chunk(chunk, rank):
+                shared = not embeddings.isdisjoint(native.parts)
+                dtype = self.dtypes[next(iter(native.parts))]
+                found.append((Parameter(chunk.vpp_rank, native.name, native.shape, dtype, shared), native))
+        return found
+
+    def _of_chunk(self, chunk: Chunk, rank: RankId) -> list[NativeTensor]:
+        rows = family(self.config.family).rows
+        natives = native_tensors(rows, self.config, self.naming, self.layout, rank.tp, chunk, self.padded, rank.ep)
+        kept = [
+            native
+            for native in natives
+            if not (native.tied_copy and chunk.is_first) and not native.name.endswith(BUFFERS)
+        ]
+        return sorted(kept, key=lambda native: module_order(native.name))

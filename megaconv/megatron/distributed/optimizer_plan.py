@@ -1,0 +1,74 @@
+"""The form in which a distributed checkpoint is given its optimizer: shaped like the model, so that any layout loads it.
+
+torch_dist     fully_reshardable, the distributed optimizer's own; or what other optimizers save
+zarr           what other optimizers save
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megaconv.errors import UsageError
+from megaconv.model.ir import WEIGHT
+from megaconv.megatron.optimizer.plan import OptimizerWriter
+from megaconv.megatron.optimizer.training_output import Carried
+from megaconv.model.natives import NativeTensor
+from megaconv.options import SaveOptions
+from megaconv.model.training import ADAM, MASTER
+
+_RESHARDABLE = "fully_reshardable"
+
+
+@dataclass(frozen=True)
+class OptimizerForm:
+    """writer None: there is no optimizer."""
+
+    writer: OptimizerWriter | None
+    distributed: bool
+
+    def tensors(self, native: NativeTensor) -> Iterator[tuple[str, str]]:
+        """(what stands in front of the key, slot) of each tensor that goes with a weight."""
+        if self.writer is None or not self.writer.trains(native):
+            return
+        if self.distributed:  # keeps an fp32 weight a second time
+            yield "optimizer.state.param.", MASTER if self.writer.has(native, MASTER) else WEIGHT
+        elif self.writer.has(native, MASTER):
+            yield "optimizer.state.fp32_param.", MASTER
+        yield from ((f"optimizer.state.{slot}.", slot) for slot in self.writer.moments)
+
+    def state(self) -> Any:
+        """What common.pt has under `optimizer`: of several optimizers each by its number."""
+        if self.writer is None:
+            return None
+        found = [self._one(self.writer, experts) for experts in self.writer.optimizers()]
+        return dict(enumerate(found)) if len(found) > 1 else found[0]
+
+    def _one(self, writer: OptimizerWriter, experts: bool | None) -> dict[str, Any]:
+        groups = {"param_groups": writer.groups(experts)}
+        if self.distributed:
+            return writer.wrapped(groups, {"param_state_sharding_type": _RESHARDABLE})
+        inner = {"state": writer.counter("common_step"), **groups}
+        return writer.wrapped(inner, {}) if writer.masters else inner
+
+    def content(self) -> dict[str, Any]:
+        """What content_metadata says of it."""
+        if self.writer is None:
+            return {}
+        kind = {
+            "distrib_optim_sharding_type": _RESHARDABLE,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+        return {"chained_optim_avoid_prefix": True} | (kind if self.distributed else {})
+
+
+def choose_form(carried: Carried, options: SaveOptions) -> OptimizerForm:
+    """Raises UsageError for a form that a format doesn't have."""
+    if options.ckpt_format == "zarr" and options.distributed_optimizer:
+        raise UsageError(
+            "--use-distributed-optimizer: zarr checkpoints are written in the form that runs without it load; leave it out"
+        )
+    writer, wanted = carried.writer, options.distributed_optimizer
+    if writer is not None and wanted:
+        writer.require_adam()
+    can = options.ckpt_format != "zarr" and (writer is None or writer.moments == ADAM)
+    return OptimizerForm(writer, can and wanted is not False)

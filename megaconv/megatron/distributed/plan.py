@@ -1,0 +1,194 @@
+"""Lays out a Megatron core checkpoint in `torch_dist` or `zarr` format: chunks over files, extra states, `common.pt`.
+
+What has to be there so that Megatron core 0.9 to 0.19 load it: metadata.json, common.pt, an `_extra_state` object for every
+module that has one (Transformer Engine's modules differ between its versions: all that any has), the tracker.
+Source: megatron/core/dist_checkpointing and sharded_state_dict() of Megatron core's modules.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from formats import rank_files, torch_dist, torch_zip, zarr_arrays
+from formats.distcp_files import DistcpFiles
+from formats.output import FileLayout, PlainFile
+from formats.tensor import ITEMSIZE, Box, Shape
+from megaconv.errors import LayoutError, NotExpressible
+from megaconv.families import family
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.layout import Chunk, Layout, divide
+from megaconv.megatron.distributed.chunks import PlannedChunk, cut
+from megaconv.megatron.distributed.keys import stack
+from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
+from megaconv.megatron.states.names import extra_states
+from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.megatron.optimizer.training_output import carry
+from megaconv.model.natives import NativeTensor, Region, native_tensors, rank_sizes
+from megaconv.options import SaveOptions
+from megaconv.engine.plan import OutputPlan, Placement
+
+
+def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
+    """layout: whose ranks chunks are cut for. Raises LayoutError for a model that can't be cut this way, NotExpressible."""
+    if layout.encoder_layers:
+        raise LayoutError(
+            f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
+            "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
+        )
+    rank_sizes(header.config, layout)
+    arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
+    backend = options.ckpt_format
+    arguments.ckpt_format, arguments.use_dist_ckpt, arguments.dist_ckpt_format = backend, True, backend
+    divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
+    iteration = iteration_of(header, options)
+    version = rank_files.iteration_directory(iteration)
+    carried = carry(header, layout, keeps_rng=layout.ep == 1)
+    optimizer = choose_form(carried, options)
+    vars(arguments).update(carried.arguments(distributed=optimizer.distributed))
+    local = options.transformer_impl == "local"
+    model = GlobalModel.of(header, layout, arguments.padded_vocab_size, optimizer, local=local)
+    common: dict[str, Any] = {
+        "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration or 1,
+        **carried.state(None, optimizer.state()),
+        "num_floating_point_operations_so_far": header.training.floating_point_operations,
+    }  # fmt: skip
+    content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
+    if content:
+        common["content_metadata"] = {"singleton_local_shards": False} | content
+    model.objects.extend(
+        ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
+        for (tp_rank, pp_rank, _), state in carried.rng.items()
+    )
+    stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
+    files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
+    files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
+    files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
+    placements, zeros = place(
+        ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
+    )
+    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros, carried.notices)
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """The tensors and objects of a whole model by their keys."""
+
+    stacked: bool
+    """Whether layers are: those of a model whose layers differ are not."""
+    chunks: list[PlannedChunk]
+    shapes: Mapping[str, Shape]
+    """Of the global tensors, by key."""
+    objects: list[tuple[str, Shape, Shape, Any]]
+    """(key, place, grid, value): an empty `_extra_state` for every module that has one."""
+
+    @classmethod
+    def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
+        config, chunks = header.config, list[PlannedChunk]()
+        whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+        # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
+        naming, renamed = ("core_local", False) if local and config.kv_rank else ("core", local)
+        natives = [
+            native
+            for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
+            if not native.tied_copy or native.alias
+        ]
+        stacked = config.moe_layers is None
+        places: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
+        for native in natives:
+            key, place = stack(native.name, layers=stacked, local=renamed)
+            ranks = layout.etp if native.of_experts else layout.tp
+            places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
+            slots = () if native.alias else optimizer.tensors(native)
+            for prefix, slot in (("", WEIGHT), *slots):
+                chunks += cut(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
+                shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
+        _require_one_dtype(chunks)
+        return cls(stacked, chunks, shapes, list(_extra_objects(natives, stacked, local)))
+
+
+def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
+    dtypes: dict[str, str] = {}
+    for chunk in chunks:
+        if dtypes.setdefault(chunk.key, chunk.dtype) != chunk.dtype:
+            raise NotExpressible(
+                f"{chunk.key}: would stack layers of {dtypes[chunk.key]} and {chunk.dtype}; give --dtype to have them all the same"
+            )
+
+
+def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
+    names = [native.name for native in natives]
+    modules = [name for name in extra_states(names) if ".linear_" in name or not (local or "output_layer" in name)]
+    if not local:
+        norms = ("q_layernorm.weight", "k_layernorm.weight")
+        modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]
+    placed = [stack(name, layers=stacked) for name in modules]
+    grids: dict[str, Shape] = {}
+    for key, place in placed:
+        grids[key] = tuple(max(last, index + 1) for last, index in zip(grids.get(key, place), place, strict=True))
+    for key, place in placed:
+        yield key, place or (0,), grids[key] or (1,), None
+
+
+@dataclass
+class Stored:
+    """Files of one format, and the record of each chunk."""
+
+    files: dict[str, FileLayout] = field(default_factory=dict)
+    chunks: list[tuple[PlannedChunk, str, str]] = field(default_factory=list)
+    """(chunk, file, record)."""
+
+
+def _torch_dist(model: GlobalModel, count: int) -> Stored:
+    files, chunks = DistcpFiles(count), []
+    for chunk in model.chunks:
+        where = files.add_chunk(chunk.key, model.shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape)
+        chunks.append((chunk, *where))
+    for key, place_in_grid, grid, value in model.objects:
+        name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
+        files.add_object(name, [value])
+    return Stored(files.layouts(nested_keys=False), chunks)
+
+
+def _zarr(model: GlobalModel) -> Stored:
+    """A file for every chunk and every object."""
+    stored, empty = Stored(), torch_zip.plan(None, "archive")
+    steps = {chunk.key: chunk.shape for chunk in model.chunks}
+    for chunk in model.chunks:
+        step = steps[chunk.key]
+        index = [first // size for first, size in zip(chunk.offset, step, strict=True)]
+        if chunk.shape != step or any(first % size for first, size in zip(chunk.offset, step, strict=True)):
+            raise LayoutError(f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have")
+        file = f"{chunk.key}/{'.'.join(map(str, index))}"
+        stored.files[file] = zarr_arrays.ChunkLayout(chunk.shape, chunk.dtype)
+        stored.files[f"{chunk.key}/{zarr_arrays.ARRAY_FILE}"] = PlainFile(
+            zarr_arrays.array_json(model.shapes[chunk.key], step, chunk.dtype)
+        )
+        stored.chunks.append((chunk, file, zarr_arrays.ChunkLayout.RECORD))
+    for key, place_in_grid, grid, value in model.objects:
+        file = f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"
+        stored.files[file] = empty if value is None else torch_zip.plan(value, "archive")
+    return stored
+
+
+def place(
+    chunks: Iterator[tuple[PlannedChunk, str, str]], header: Header, options: SaveOptions
+) -> tuple[dict[Key, list[Placement]], list[tuple[str, str, int, int]]]:
+    """(placements, zeros) of (chunk, file, record)."""
+    placements: dict[Key, list[Placement]] = {}
+    zeros: list[tuple[str, str, int, int]] = []
+    last = header.config.vocab - 1
+    for chunk, file, record in chunks:
+        row_bytes = chunk.cols * ITEMSIZE[chunk.dtype]
+        padding, parts = chunk.padding, dict(chunk.parts)
+        if padding and options.vocab_padding == "repeat":
+            (name,) = parts
+            again = Region(Box(last, last + 1, 0, chunk.cols), padding.start, repeat=len(padding))
+            parts[name] = (*parts[name], again)
+        elif padding:
+            zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
+        for name, regions in parts.items():
+            if regions:
+                at = Placement(file, record, row_bytes, regions)
+                placements.setdefault(Key(name, chunk.slot), []).append(at)
+    return placements, zeros

@@ -1,0 +1,101 @@
+"""Megatron's distributed checkpoints (`torch_dist`, `zarr`, `fsdp_dtensor`) as the files of one rank: TP 1, PP 1.
+
+Their keys are global, and global tensors are just what a single rank would hold: so everything after this is the same as
+for rank files. How the run that wrote them was laid out stands in its args.
+"""
+
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files, torch_dist, torch_zip, zarr_arrays
+from formats.errors import CorruptCheckpoint
+from megaconv.errors import UnknownFormat
+from megaconv.megatron.distributed.keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
+from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
+from megaconv.megatron.states.ranks import RankId, Ranks, Weights
+from megaconv.megatron.rank_files.source import RankSource
+from megaconv.options import LoadOptions
+
+_log = logging.getLogger("megaconv")
+
+
+def find_dist(path: Path) -> tuple[Path, str] | None:
+    """(directory, `torch_dist`, `zarr` or `fsdp_dtensor`) of a Megatron checkpoint; None for anything else."""
+    numbered = re.fullmatch(r"iter_\d{7,}|release", path.name) and torch_dist.is_dcp(path)
+    version = path if numbered or (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
+    if version is None:
+        return None
+    backend = torch_dist.read_backend(version)
+    if backend is None and torch_dist.is_dcp(version) and not rank_files.is_rank_files(version):
+        if (version / torch_dist.COMMON_FILE).is_file():
+            missing = version / torch_dist.FORMAT_FILE
+            raise CorruptCheckpoint(
+                f"{missing}: no such file; Megatron writes it last, so the checkpoint is incomplete"
+            )
+        return version, "fsdp_dtensor"
+    return (version, backend) if backend else None
+
+
+def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
+    """(the checkpoint as one rank, its format). Raises UnknownFormat, CorruptCheckpoint, UnsafeContent."""
+    found = find_dist(path)
+    if found is None:
+        raise UnknownFormat(f"{path}: holds no distributed Megatron checkpoint")
+    version, backend = found
+    directory = _open(version, backend)
+    tensors = directory.tensors()
+    state = dict(_common(version, directory))
+    args = state.get("args")
+    if not isinstance(args, Namespace):
+        raise CorruptCheckpoint(f"{version}: has no args; Megatron writes them into {torch_dist.COMMON_FILE}")
+    if not options.metadata_only:
+        _warn_of_scales(version, directory)
+    rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
+    weights: Weights = dict(unstack(model_tensors(tensors)))
+    ranks = Ranks(
+        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE}
+    )
+    listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
+    stored = has_optimizer(tensors) or has_optimizer(directory.objects())
+    flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
+    optimizer = DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
+    return RankSource(listing, ranks, args, optimizer), backend
+
+
+def _open(version: Path, backend: str) -> Directory:
+    if backend in ("torch_dist", "fsdp_dtensor"):
+        return torch_dist.open_directory(version)
+    if backend == "zarr":
+        return zarr_arrays.open_directory(version)
+    raise UnknownFormat(
+        f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known are torch_dist and zarr"
+    )
+
+
+def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
+    """Everything that isn't sharded: in a file, from core 0.19 on in an object, for fsdp_dtensor in one object each."""
+    file = version / torch_dist.COMMON_FILE
+    if file.is_file():
+        common = torch_zip.read(file)
+    elif torch_dist.COMMON_OBJECT in directory.objects():
+        common = directory.read_object(torch_dist.COMMON_OBJECT)
+    elif "args" in directory.objects():
+        names = ("args", "iteration", "checkpoint_version")
+        common = {name: directory.read_object(name) for name in names if name in directory.objects()}
+    else:
+        raise CorruptCheckpoint(f"{file}: no such file; it holds the args of a Megatron checkpoint")
+    if not isinstance(common, dict):
+        raise CorruptCheckpoint(f"{file}: should hold a dictionary, found {type(common).__name__}")
+    return common
+
+
+def _warn_of_scales(version: Path, directory: Directory) -> None:
+    """FP8 scales are the one thing in extra states that anybody could miss; the first layer's show whether there are any."""
+    for name in directory.objects():
+        of_first = re.search(rf"{re.escape(EXTRA_STATE)}/shard_0(\.0)*_", name)
+        if of_first and sum(getattr(directory.read_object(name), "shape", ())):
+            _log.warning("%s: %s holds FP8 scales, which are left out", version, name)

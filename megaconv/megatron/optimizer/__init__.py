@@ -1,0 +1,1 @@
+"""The optimizer's tensors: whose they are, and the way back."""

@@ -1,0 +1,338 @@
+"""The optimizer of one rank file: which of its tensors is what of which parameter.
+
+    mixed precision   {"optimizer": {"state": {id: {exp_avg, exp_avg_sq[, step]}}, "param_groups": [{..., "params": ids}]},
+                       (SGD: {id: {momentum_buffer}})
+                       "fp32_from_fp16_params": [[master, ...] per group][, "grad_scaler"]}
+    fp32              {"state": ..., "param_groups": ...}
+    distributed       {"optimizer": {"param_groups": [without ids]}}, the tensors in flat buffers in distrib_optim.pt
+    several           a list of these: dense and experts, or the first chunk and the others
+
+Tensors have no names. Ids count through the groups, and within a group parameters come as in the model's own
+dictionary. Source: megatron/core/optimizer of Megatron core 0.4 to 0.19.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from formats.flattened import narrowed
+from formats.pickle_records import TorchDtype
+from formats.tensor import LazyTensor, Shape, read_tensor
+from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.megatron.states.names import BUFFERS
+from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
+from megaconv.megatron.arguments.param_groups import Class, class_of, group_class, is_expert, read_group
+from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
+
+WITHOUT = "--no-optimizer converts the weights alone"
+
+
+class Parameter(NamedTuple):
+    """One parameter of a rank, in the order in which the model lists them."""
+
+    chunk: int
+    name: str
+    shape: Shape
+    dtype: str
+    shared: bool = False
+    """A tied embedding of which another stage holds a copy."""
+
+
+@dataclass
+class RankOptimizer:
+    """What one rank file holds of the optimizer."""
+
+    where: str
+    slots: dict[tuple[int, str], dict[str, LazyTensor]] = field(default_factory=dict)
+    """(chunk, native name) -> the tensors of that parameter."""
+    group_of: dict[tuple[int, str], ParamGroup] = field(default_factory=dict)
+    group_steps: set[int] = field(default_factory=set)
+    parameter_steps: set[int] = field(default_factory=set)
+    grad_scaler: Mapping[str, Any] | None = None
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers of a rank: one, or several that were chained."""
+    if isinstance(optimizer, list):
+        return optimizer
+    if isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer):
+        return [optimizer[key] for key in sorted(optimizer)]
+    return [optimizer]
+
+
+def kind_of(optimizer: Any, *, has_buffers: bool) -> str:
+    """For people, by structure. Never raises."""
+    first = next((part for part in parts(optimizer) if isinstance(part, dict) and part), {})
+    if has_buffers or _is_distributed(first):
+        return "distributed"
+    if "optimizer" in first and "fp32_from_fp16_params" in first:
+        return "mixed precision"
+    return "fp32" if "param_groups" in first and "state" in first else "of an unknown kind"
+
+
+def step_of(optimizer: Any) -> int | None:
+    """Updates done, as the first groups and parameter tell; None where none does. Never raises."""
+    for part in parts(optimizer):
+        try:
+            inner = part.get("optimizer", part)
+            told = [group["step"] for group in inner["param_groups"] if "step" in group]
+            states = inner.get("state", {})
+            told += [states["common_step"]] if "common_step" in states else []
+            told += [
+                state["step"] for state in list(states.values())[:1] if isinstance(state, dict) and "step" in state
+            ]
+            if told:
+                return max(int(number(step)) for step in told)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            continue
+    return None
+
+
+def _is_distributed(part: Mapping[str, Any]) -> bool:
+    inner = part.get("optimizer")
+    return isinstance(inner, dict) and "param_groups" in inner and "state" not in inner
+
+
+def parameters(
+    chunks: Sequence[Mapping[str, LazyTensor]], shared: Iterable[str], aliases: Mapping[str, str]
+) -> list[Parameter]:
+    """The parameters of a rank's chunks in order. shared: names of tied embeddings that another stage has too.
+
+    aliases: second names of tensors -> first ones. Such a tensor counts once, where either name comes first.
+    """
+    shared, found = set(shared), dict[tuple[int, str], Parameter]()
+    for chunk, weights in enumerate(chunks):
+        for listed, tensor in weights.items():
+            name = aliases.get(listed, listed)
+            if not name.endswith(BUFFERS):
+                found.setdefault(
+                    (chunk, name), Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name in shared)
+                )
+    return list(found.values())
+
+
+def read(
+    optimizer: Any, buffers: Any, found: Sequence[Parameter], args: Namespace, pp_rank: int, where: str
+) -> RankOptimizer:
+    """The tensors of a rank's parameters, but for those whose buffers are gathered in the file of another expert rank.
+
+    buffers: what distrib_optim.pt holds; None without one. Raises TensorMismatch when counts or shapes don't fit the
+    model, NotExpressible for kinds that can't be read.
+    """
+    result = RankOptimizer(where)
+    listed = parts(optimizer)
+    shares = _share_out(listed, found)
+    stored = buffers if isinstance(buffers, list) else [buffers] * len(listed)
+    for part, share, flat in zip(listed, shares, stored, strict=True):
+        if not share:  # a rank may have an optimizer of experts and no experts
+            continue
+        reader = _Part(part, share, args, pp_rank, where, result)
+        if _is_distributed(part):
+            reader.read_buffers(flat, gathered_elsewhere=isinstance(buffers, list) and flat is None)
+        else:
+            reader.read_states()
+    return result
+
+
+def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The parameters of each of several optimizers."""
+    if len(listed) == 1:
+        return [list(found)]
+    kinds = [{bool(group.get("is_expert_parallel")) for group in _groups(part)} for part in listed]
+    shares = []
+    for index, kind in enumerate(kinds):
+        share = [parameter for parameter in found if is_expert(parameter.name) in kind]
+        if kinds.count({False}) > 1 and kind == {False}:  # the first chunk has an optimizer of its own
+            share = [parameter for parameter in share if (parameter.chunk == 0) == (index == 0)]
+        shares.append(share)
+    return shares
+
+
+def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    inner = part.get("optimizer", part)
+    groups: list[dict[str, Any]] = inner.get("param_groups", [])
+    return groups
+
+
+@dataclass
+class _Part:
+    """One optimizer of a rank and the parameters that it trains."""
+
+    part: Mapping[str, Any]
+    parameters: list[Parameter]
+    args: Namespace
+    pp_rank: int
+    where: str
+    result: RankOptimizer
+
+    def __post_init__(self) -> None:
+        if "optimizer_state_dict" in self.part:
+            raise NotExpressible(f"{self.where}: an optimizer of Megatron 1.0 can't be read; {WITHOUT}")
+        groups = _groups(self.part)
+        self.groups = [read_group(group, groups) for group in groups]
+        if any(group.lr_mult != 1 for group in self.groups):
+            raise NotExpressible(f"{self.where}: parameter groups with an lr_mult can't be told apart; {WITHOUT}")
+        self.result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
+        if "grad_scaler" in self.part:
+            self.result.grad_scaler = {name: number(value) for name, value in self.part["grad_scaler"].items()}
+
+    def members(self, *, decayed_embeddings: bool = True) -> dict[Class, list[Parameter]]:
+        """The parameters of each class, in order."""
+        decoupled = any(group.decoupled_lr for group in self.groups)
+        members: dict[Class, list[Parameter]] = {}
+        for parameter in self.parameters:
+            kind = class_of(parameter.name, parameter.shape, decoupled=decoupled, decayed_embeddings=decayed_embeddings)
+            members.setdefault(kind, []).append(parameter)
+        return members
+
+    def _enter(self, parameter: Parameter, group: ParamGroup, slots: Mapping[str, LazyTensor]) -> None:
+        key = parameter.chunk, parameter.name
+        for slot, tensor in slots.items():
+            if tuple(tensor.shape) != parameter.shape or tensor.dtype != "float32":
+                raise TensorMismatch(
+                    f"{self.where}: {parameter.name} is {list(parameter.shape)}, its {slot} in the optimizer "
+                    f"{list(tensor.shape)} {tensor.dtype}; {WITHOUT}"
+                )
+        self.result.slots[key], self.result.group_of[key] = dict(slots), group
+
+    # Tensors by parameter id.
+
+    def read_states(self) -> None:
+        inner = self.part.get("optimizer", self.part)
+        states, listed = inner["state"], _groups(self.part)
+        masters = self.part.get("fp32_from_fp16_params", [[]] * len(listed))
+        members = self._members_that_fit([len(group["params"]) for group in listed])
+        for group, ids, theirs, copies in zip(
+            self.groups, (g["params"] for g in listed), members, masters, strict=True
+        ):
+            unread = iter(copies)
+            for number, parameter in zip(ids, theirs, strict=True):
+                slots = self._moments(states.get(number), parameter)
+                if parameter.dtype != "float32":  # fp32 weights are their own masters, and have no entry
+                    slots[MASTER] = next(unread, None) or self._fail(f"no fp32 copy of {parameter.name}")
+                self._enter(parameter, group, slots)
+            if next(unread, None) is not None:
+                self._fail("more fp32 copies than 16-bit parameters")
+
+    def _members_that_fit(self, counts: Sequence[int]) -> list[list[Parameter]]:
+        """The parameters of each group. Embeddings may be among those without weight decay, from core 0.14 on."""
+        fitting = (
+            found
+            for decayed_embeddings in (True, False)
+            if (found := self._by_group(decayed_embeddings=decayed_embeddings))
+            and [len(theirs) for theirs in found] == list(counts)
+            and sum(counts) == len(self.parameters)
+        )
+        return next(fitting, None) or self._refuse_counts(counts)
+
+    def _by_group(self, *, decayed_embeddings: bool) -> list[list[Parameter]]:
+        members = self.members(decayed_embeddings=decayed_embeddings)
+        return [members.get(group_class(group), []) for group in self.groups]
+
+    def _refuse_counts(self, counts: Sequence[int]) -> NoReturn:
+        expected = " + ".join(str(len(theirs)) for theirs in self._by_group(decayed_embeddings=True))
+        self._fail(
+            f"{' + '.join(map(str, counts))} parameters in its groups, where the model has {expected} of such kinds and "
+            f"{len(self.parameters)} in all (were some frozen?)"
+        )
+
+    def _moments(self, state: Any, parameter: Parameter) -> dict[str, LazyTensor]:
+        if not state:
+            self._fail(f"no state of {parameter.name} (was it never trained?)")
+        kind = next((kind for kind in (ADAM, SGD) if set(state) - {"step"} == set(kind)), None)
+        if kind is None:
+            raise NotExpressible(
+                f"{self.where}: the optimizer's state of {parameter.name} is {', '.join(sorted(map(str, state)))}; "
+                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are known; {WITHOUT}"
+            )
+        if "step" in state:
+            self.result.parameter_steps.add(int(number(state["step"])))
+        return {slot: state[slot] for slot in kind}
+
+    def _fail(self, what: str) -> NoReturn:
+        raise TensorMismatch(f"{self.where}: the optimizer holds {what}; {WITHOUT}")
+
+    # Tensors in flat buffers.
+
+    def read_buffers(self, flat: Any, *, gathered_elsewhere: bool) -> None:
+        """gathered_elsewhere: another rank file holds what is gathered over data-parallel ranks."""
+        if gathered_elsewhere:
+            return
+        if flat is None:
+            self._fail("no tensors, and there is no distrib_optim.pt beside it, where they should be")
+        groups = self._groups_by_class()
+        by_dtype: dict[tuple[int, str], list[Parameter]] = {}
+        for parameter in self.parameters:
+            by_dtype.setdefault((parameter.chunk, parameter.dtype), []).append(parameter)
+        for index, ((chunk, dtype), theirs) in enumerate(by_dtype.items()):
+            for parameter, slots in self._slice(flat, index, chunk, dtype, theirs):
+                self._enter(parameter, groups[parameter.chunk, parameter.name], slots)
+
+    def _groups_by_class(self) -> dict[tuple[int, str], ParamGroup]:
+        groups = {group_class(group): group for group in self.groups}
+        found: dict[tuple[int, str], ParamGroup] = {}
+        for kind, members in self.members().items():
+            group = groups.get(kind) or self._fail(f"no group for {members[0].name} (was it frozen?)")
+            found |= {(parameter.chunk, parameter.name): group for parameter in members}
+        return found
+
+    def _slice(
+        self, flat: Mapping[Any, Any], index: int, chunk: int, dtype: str, theirs: Sequence[Parameter]
+    ) -> Iterator[tuple[Parameter, dict[str, LazyTensor]]]:
+        stored = _by_dtype(flat.get(index), dtype) or self._fail(f"no buffer {index} for {dtype} parameters")
+        first = stored["param"]
+        sizes = [int(tensor.shape[0]) for tensor in first] if isinstance(first, list) else [int(first.shape[0])]
+        unpadded = _unpadded(flat, stored, index, dtype, sizes)
+        listed = [BufferParameter(p.name, p.shape, p.shared) for p in theirs]
+        if isinstance(first, list):
+            buffer = fitting(listed, unpadded)
+        else:
+            total = sum(prod(parameter.shape) for parameter in self.parameters)
+            buffer = matching(listed, sum(unpadded), bucket_sizes(self.args, self.pp_rank, chunk, total))
+        if buffer is None:
+            numel = sum(prod(parameter.shape) for parameter in listed)
+            self._fail(f"a buffer of {sum(unpadded)} elements for parameters that have {numel} (were some frozen?)")
+        for parameter in theirs:
+            slots = {}
+            for slot, key in ((MASTER, "param"), (EXP_AVG, EXP_AVG), (EXP_AVG_SQ, EXP_AVG_SQ)):
+                if slot != MASTER or dtype != "float32":
+                    slots[slot] = _piece(stored[key], buffer, parameter)
+            yield parameter, slots
+
+
+def _by_dtype(buffers: Any, dtype: str) -> Any:
+    """A buffer's entry: its key is (dtype of parameters, of gradients), up to core 0.5 that of gradients alone."""
+    if not isinstance(buffers, dict):
+        return None
+    for key, entry in buffers.items():
+        if key[0] == TorchDtype(dtype) if isinstance(key, tuple) else isinstance(key, TorchDtype):
+            return entry
+    return None
+
+
+def _unpadded(flat: Mapping[Any, Any], stored: Any, index: int, dtype: str, sizes: Sequence[int]) -> list[int]:
+    """Elements of each stored tensor without padding at their ends; core 0.4 doesn't say and has none to speak of."""
+    if "numel_unpadded" in stored:
+        return [int(stored["numel_unpadded"])]
+    told = flat.get("per_bucket_numel_unpadded")
+    return list(_by_dtype(told[index], dtype)) if told else list(sizes)
+
+
+def _piece(stored: Any, buffer: Buffer, parameter: Parameter) -> LazyTensor:
+    if isinstance(stored, list):
+        place = buffer.places[parameter.name]
+        return narrowed(stored[place.bucket], place.offset, parameter.shape)
+    return narrowed(stored, buffer.offset(parameter.name), parameter.shape)
+
+
+def number(value: Any) -> Any:
+    """A tensor of one element as a Python number, numbers as they are."""
+    if not hasattr(value, "read_into"):
+        return value
+    if prod(value.shape) != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
+        raise ValueError(f"a number was expected, found {value.dtype} {list(value.shape)}")
+    return read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()

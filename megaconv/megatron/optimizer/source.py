@@ -1,0 +1,170 @@
+"""The optimizer of a whole rank-file checkpoint as slots of canonical tensors."""
+
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files, torch_zip
+from formats.tensor import LazyTensor, Shape
+from megaconv.engine.assembled import Assembled, Placed, assemble
+from megaconv.model.check import listing, well_formed
+from megaconv.errors import TensorMismatch
+from megaconv.model.ir import Key, is_trained
+from megaconv.megatron.optimizer.master_check import CheckedMaster
+from megaconv.megatron.states.names import BUFFERS
+from megaconv.megatron.arguments.param_groups import group_class
+from megaconv.megatron.optimizer.rank import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
+from megaconv.megatron.states.ranks import RankId, Ranks
+from megaconv.megatron.arguments.sizes import Landmarks
+from megaconv.model.training import MASTER, SLOTS, OptimizerState, ParamGroup
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """What all rank files hold of the optimizer; nothing of any where none is wanted, or there is none."""
+
+    by_rank: Mapping[RankId, RankOptimizer]
+
+    def place(self, placed: Placed, rank: RankId, chunk: int) -> Placed:
+        """The same with the optimizer's tensors of this parameter."""
+        found = self.by_rank.get(rank)
+        key = chunk, placed.native.name
+        if found is None or key not in found.slots:
+            return placed
+        return Placed(placed.native, placed.tensor, placed.where, found.slots[key], found.group_of[key])
+
+
+def holds_optimizer(ranks: Ranks) -> bool:
+    first = min(ranks.states)
+    return "optimizer" in ranks.states[first] or _buffer_file(ranks, first).exists()
+
+
+def describe_optimizer(ranks: Ranks) -> OptimizerState | None:
+    """Its kind, and its step where that can be told without a tensor; None where there is none."""
+    if not holds_optimizer(ranks):
+        return None
+    first = min(ranks.states)
+    optimizer = ranks.states[first].get("optimizer")
+    return OptimizerState(kind_of(optimizer, has_buffers=_buffer_file(ranks, first).exists()), step_of(optimizer))
+
+
+def _buffer_file(ranks: Ranks, rank: RankId) -> Path:
+    return ranks.paths[rank].parent / rank_files.OPTIMIZER_FILE
+
+
+def open_optimizers(
+    ranks: Ranks, args: Namespace, names: Landmarks, aliases: Mapping[str, str], *, tied: bool
+) -> Optimizers:
+    """aliases: second names of tensors -> first ones. tied: whether head and embedding are one tensor.
+
+    Raises CheckpointError for an optimizer that can't be read.
+    """
+    buffers: dict[Path, Any] = {}
+    by_rank = {}
+    for rank, state in ranks.states.items():
+        where = ranks.files[rank]
+        if "optimizer" not in state:
+            raise TensorMismatch(f"{where}: has no optimizer, where other rank files have one; {WITHOUT}")
+        path = _buffer_file(ranks, rank)
+        if path not in buffers:
+            buffers[path] = torch_zip.read(path) if path.exists() else None
+        shared = {0: (names.embedding,), ranks.pp - 1: (names.tied_copy,)} if tied and ranks.pp > 1 else {}
+        found = parameters(ranks.weights[rank], shared.get(rank.pp, ()), aliases)
+        with well_formed(f"{where}: its optimizer"):
+            by_rank[rank] = read(state["optimizer"], buffers[path], found, args, rank.pp, where)
+    return Optimizers(by_rank)
+
+
+def untrained(placed: Iterable[Placed]) -> set[str]:
+    """Canonical names of tensors that no optimizer trains."""
+    return {name for item in placed if item.native.name.endswith(BUFFERS) for name in item.native.parts}
+
+
+def assemble_slots(
+    shapes: Mapping[str, Shape], placed: Sequence[Placed], weights: Mapping[Key, LazyTensor], without: Collection[str]
+) -> dict[Key, LazyTensor]:
+    """Every weight with the optimizer's tensors behind it. Masters are compared with their weights when they are read.
+
+    without: the names of weights that have none. Raises TensorMismatch where others have none, or a part only.
+    """
+    slots: dict[Key, LazyTensor] = {}
+    for slot in SLOTS:
+        slots |= assemble(
+            shapes, [item.of_slot(slot) for item in placed if slot in item.slots], strict=False, slot=slot
+        )
+    for key, tensor in slots.items():
+        assert isinstance(tensor, Assembled)
+        boxes = [part.region.box for part in tensor.parts]
+        if sum(box.rows * box.cols for box in boxes) != prod(tensor.shape):
+            raise TensorMismatch(f"{key}: the rank files hold a part of it only; {WITHOUT}")
+    forgotten = [key.name for key in weights if key.name not in without and not is_trained(key.name, slots)]
+    if forgotten:
+        raise TensorMismatch(f"the optimizer has no state of {listing(forgotten)}; {WITHOUT}")
+    ordered: dict[Key, LazyTensor] = {}
+    for key, weight in weights.items():
+        ordered[key] = weight
+        for slot in SLOTS:
+            found = slots.get(Key(key.name, slot))
+            if found is not None:
+                ordered[Key(key.name, slot)] = CheckedMaster(key.name, found, weight) if slot == MASTER else found
+    return ordered
+
+
+def optimizer_state(
+    optimizers: Optimizers, placed: Iterable[Placed], known: OptimizerState, iteration: int | None
+) -> OptimizerState:
+    """All but the tensors. known: what could be told without them.
+
+    Raises TensorMismatch where parameters were updated different numbers of times.
+    """
+    groups: list[ParamGroup] = []
+    group_of: dict[str, int] = {}
+    for item in placed:
+        if item.group is not None:
+            kinds = [group_class(group) for group in groups]
+            if group_class(item.group) not in kinds:
+                groups.append(item.group)
+                kinds.append(group_class(item.group))
+            group_of |= dict.fromkeys(item.native.parts, kinds.index(group_class(item.group)))
+    scalers = (found.grad_scaler for found in optimizers.by_rank.values() if found.grad_scaler is not None)
+    step = _step(optimizers.by_rank.values())
+    return OptimizerState(known.kind, iteration if step is None else step, tuple(groups), group_of, next(scalers, None))
+
+
+def _step(found: Iterable[RankOptimizer]) -> int | None:
+    """Updates done: the later of what groups and parameters say.
+
+    Each optimizer counts in one of these places, and keeps the other as it was loaded.
+    """
+    found = list(found)
+    told: list[int] = []
+    for steps in (
+        {step for rank in found for step in rank.group_steps},
+        {step for rank in found for step in rank.parameter_steps},
+    ):
+        if len(steps) > 1:
+            raise TensorMismatch(
+                f"the optimizer has updated some parameters {min(steps)} times and others {max(steps)} times, "
+                f"which can't be kept in another layout; {WITHOUT}"
+            )
+        told += steps
+    return max(told, default=None)
+
+
+def read_scheduler(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Under the names of today; before 2022 it was called lr_scheduler. None where there is none."""
+    found = state.get("opt_param_scheduler", state.get("lr_scheduler"))
+    if not isinstance(found, dict) or "num_steps" not in found:
+        return None
+    plain = {str(name): value for name, value in found.items() if isinstance(value, (int, float, str))}
+    return {_PRESENT_NAMES.get(name, name): value for name, value in plain.items()}
+
+
+_PRESENT_NAMES = {
+    "warmup_steps": "lr_warmup_steps",
+    "decay_style": "lr_decay_style",
+    "decay_steps": "lr_decay_steps",
+}

@@ -1,0 +1,104 @@
+"""What a Megatron output holds besides the model so that its run goes on: optimizer, scheduler, random-number generators."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from formats.pickle_records import NumpyArray
+from formats.pickle_writer import Constant
+from formats.tensor import read_tensor
+from megaconv.errors import CheckpointError, NotExpressible
+from megaconv.model.ir import Header
+from megaconv.model.layout import Layout
+from megaconv.megatron.optimizer.plan import OptimizerWriter
+from megaconv.megatron.optimizer.rank import WITHOUT
+from megaconv.model.training import TrainingState
+
+NO_RNG = (
+    "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
+    "of expert ranks): start the run with --no-load-rng"
+)
+NOT_APART = (
+    "where an encoder has pipeline stages of its own, Megatron's distributed optimizer lays out copies of the embedding in a way "
+    "that we have seen no file of: its state is neither read nor written"
+)
+NO_SCHEDULER = (
+    "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
+)
+
+_PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What goes along. Nothing does without an optimizer: a run can't go on from weights alone."""
+
+    training: TrainingState
+    writer: OptimizerWriter | None = None
+    rng: Mapping[tuple[int, int, int], Any] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    def state(self, rank: tuple[int, int, int] | None, optimizer: Any) -> dict[str, Any]:
+        """The entries of one rank file, or of what all ranks share (rank None)."""
+        if self.writer is None:
+            return {}
+        found = {"optimizer": optimizer}
+        if self.training.scheduler is not None:
+            found["opt_param_scheduler"] = dict(self.training.scheduler)
+        return found | ({"rng_state": self.rng[rank]} if rank is not None and rank in self.rng else {})
+
+    def arguments(self, *, distributed: bool) -> dict[str, Any]:
+        """Megatron's arguments about all this."""
+        if self.writer is None:
+            return {}
+        plain = {name: value for name, value in self.training.arguments.items() if isinstance(value, _PLAIN)}
+        return (
+            {"accumulate_allreduce_grads_in_fp32": not self.writer.fp16}
+            | plain
+            | {
+                "no_save_optim": False,
+                "no_save_rng": not self.rng,
+                "use_distributed_optimizer": distributed,
+                "overlap_grad_reduce": False,
+            }
+        )
+
+
+def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool = False) -> Carried:
+    """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
+
+    distributed: whether rank files are for runs with the distributed optimizer.
+    Raises NotExpressible for a layout whose optimizers aren't known.
+    """
+    training = header.training
+    if training.optimizer is None or not header.carries_optimizer:
+        return Carried(training)
+    if layout.encoder_layers and distributed:
+        raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
+    several = layout.ep > 1 and header.config.experts > 0
+    in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
+    writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
+    rng = _written(training.rng) if keeps_rng and layout == header.layout else {}
+    notices = () if rng else (NO_RNG,)
+    return Carried(training, writer, rng, notices + (() if training.scheduler else (NO_SCHEDULER,)))
+
+
+def _written(rng: Mapping[tuple[int, int, int], Any]) -> dict[tuple[int, int, int], Any]:
+    """With tensors as bytes. Nothing where there is something that can't be written: a generator as an object, say."""
+    try:
+        return {rank: _constant(state) for rank, state in rng.items()}
+    except (CheckpointError, TypeError):
+        return {}
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _constant(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_constant(inner) for inner in value)
+    if isinstance(value, Namespace) or not (isinstance(value, _PLAIN) or hasattr(value, "read_into")):
+        raise TypeError(f"can't write a {type(value).__name__}")
+    if isinstance(value, _PLAIN):
+        return value
+    return Constant(tuple(value.shape), value.dtype, read_tensor(value).tobytes())

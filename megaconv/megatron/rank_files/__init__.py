@@ -1,0 +1,1 @@
+"""`torch` checkpoints: a directory for every rank; core and legacy."""

@@ -1,0 +1,312 @@
+"""Lays out a Megatron `torch` checkpoint: a rank directory for every tensor and pipeline rank, the tracker, `hf/` for the rest."""
+
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from formats import rank_files, torch_zip
+from formats.output import FileLayout, PlainFile
+from formats.pickle_records import TorchDtype
+from formats.pickle_writer import Placeholder
+from formats.tensor import ITEMSIZE, Box, matrix_shape
+from megaconv.model.config import ModelConfig
+from megaconv.errors import LayoutError, NotExpressible, UsageError
+from megaconv.families import family
+from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.megatron.optimizer.plan import Parameter, Piece
+from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
+from megaconv.megatron.optimizer.training_output import Carried, carry
+from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.options import LOSSES, SaveOptions
+from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY
+
+DEFAULT_DIVISOR = 128
+
+NameOrder = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ModelStyle:
+    """How a kind of Megatron model is written."""
+
+    naming: str
+    order: Callable[[str], NameOrder]
+    """Sorts names as the model's own state_dict lists them."""
+    extra_states: Callable[[Collection[str]], Mapping[str, bool]]
+    """The `_extra_state` entries that go with these names -> whether each is an empty tensor (else None)."""
+    nest: Callable[[dict[str, Any]], dict[str, Any]] = lambda flat: flat
+    legacy: bool = False
+
+
+def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -> None:
+    """Raises UsageError for what isn't known. formats: those that the saver can write."""
+    if options.ckpt_format not in formats:
+        raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
+    for word in options.allow_lossy:
+        if word not in LOSSES:
+            raise UsageError(
+                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
+            )
+    if options.vocab_padding not in ("repeat", "zero"):
+        raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
+
+
+def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions) -> Layout:
+    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
+    source = source or Layout(stage_layers=(config.layers,))
+    tp, pp = options.tp or source.tp, options.pp or source.pp
+    if config.encoder_layers:
+        return _choose_stacks(config, source, tp, pp, options)
+    if options.split.split_rank is not None:
+        raise LayoutError(
+            f"pipeline split rank = {options.split.split_rank}: this model has no encoder beside its decoder; leave it out"
+        )
+    vpp = options.vpp or (source.vpp if options.pp in (None, source.pp) else 1)
+    listed = options.split.stages()
+    if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
+        vpp = listed // pp  # Megatron counts virtual stages off the list too
+    keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
+    stages = source.stage_layers if keep else split_layers(config.layers, pp, vpp, options.split)
+    ep, etp = _expert_sizes(config, source, tp, options)
+    return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
+    """Of a model with an encoder and a decoder, which share a stage only if it is the only one."""
+    split_rank = options.split.split_rank
+    if split_rank is None:
+        split_rank = source.split_rank if pp == source.pp else 0
+    ep, etp = _expert_sizes(config, source, tp, options)
+    stacks = f"{config.encoder_layers} layers of an encoder and {config.layers} of a decoder"
+    if pp == 1 and not split_rank:
+        return Layout(tp, 1, 1, ep, etp, split_layers(config.layers, 1, options.vpp or 1, options.split))
+    if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
+        raise LayoutError(
+            f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
+        )
+    if not split_rank:
+        raise LayoutError(
+            f"pp = {pp}: the model has {stacks}, each on stages of its own; say how many of the {pp} stages are the encoder's with "
+            "--pipeline-model-parallel-split-rank"
+        )
+    encoder, stages = split_stacks(config.encoder_layers, config.layers, pp, split_rank)
+    return Layout(tp, pp, 1, ep, etp, stages, encoder)
+
+
+def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
+    """(ep, etp). Expert tensor parallel size follows tensor parallel size unless it is asked for."""
+    if not config.experts:
+        if (options.ep or 1) > 1 or (options.etp or 1) not in (1, tp):
+            raise LayoutError(
+                f"expert parallel sizes ep = {options.ep}, etp = {options.etp}: this model has no experts; leave them out"
+            )
+        return 1, 1
+    ep = options.ep or source.ep
+    etp = options.etp or (source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp)
+    if config.mlp_bias:
+        etp = options.etp or 1
+        if etp > 1 or ep < tp:
+            raise LayoutError(
+                f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: this model's experts have biases, "
+                "which Megatron core allows with etp = 1 only; leave --etp out and give --ep tp or more"
+            )
+    if etp > tp or tp % etp or etp * ep < tp:
+        raise LayoutError(
+            f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: Megatron's torch format has a file for every rank "
+            "only if etp divides tp and etp * ep is tp or more"
+        )
+    return ep, etp
+
+
+def plan_ranks(
+    header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
+) -> OutputPlan:
+    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
+    carried = carry(header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer))
+    vars(arguments).update(carried.arguments(distributed=bool(options.distributed_optimizer)))
+    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments, carried).plan()
+
+
+def megatron_args(
+    header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
+) -> Namespace:
+    """The args to write. Raises NotExpressible for what Megatron has no words for."""
+    divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
+    arguments = to_arguments(
+        header.config,
+        layout,
+        header.training,
+        transformer_impl=transformer_impl,
+        grouped_experts=options.grouped_experts,
+        vocab_divisor=divisor,
+        padded_vocab=padded_vocab(header.config.vocab, divisor, layout.tp),
+        allow_lossy="rope_scaling" in options.allow_lossy,
+        legacy=legacy,
+    )
+    return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
+
+
+def iteration_of(header: Header, options: SaveOptions) -> int | None:
+    """None for a release."""
+    return None if options.release or header.training.release else header.training.iteration or 1
+
+
+def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
+    """Raises NotExpressible where the parts are of several."""
+    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
+    if len(dtypes) > 1:
+        raise NotExpressible(
+            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
+        )
+    return dtypes.pop()
+
+
+def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
+    """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
+    config = header.config
+    files: dict[str, FileLayout] = {
+        f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in header.files.items()
+    }
+    # A mixture that only Megatron knows has no config.json: its args say all there is to say.
+    with suppress(NotExpressible):
+        written = family(config.family).write_hf(config)
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json(config, written))
+    tracked = rank_files.RELEASE if iteration is None else str(iteration)
+    return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
+
+
+@dataclass(frozen=True)
+class _Planner:
+    header: Header
+    options: SaveOptions
+    layout: Layout
+    style: ModelStyle
+    padded: int
+    arguments: Namespace
+    carried: Carried
+
+    def plan(self) -> OutputPlan:
+        iteration = iteration_of(self.header, self.options)
+        version = rank_files.iteration_directory(iteration)
+        files: dict[str, FileLayout] = {}
+        placements: dict[Key, list[Placement]] = {}
+        zeros: list[tuple[str, str, int, int]] = []
+        for pp_rank in range(self.layout.pp):
+            chunks = [chunk for chunk in self.layout.chunks() if chunk.pp_rank == pp_rank]
+            for tp_rank, ep_rank in self._ranks():
+                directory = rank_files.rank_directory(tp_rank, pp_rank, ep_rank, self.layout.pp, self.layout.ep)
+                name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
+                models = {self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks}
+                optimizer = self._optimizer(models, (tp_rank, pp_rank, ep_rank))
+                training = self.carried.state((tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None)
+                files[name] = torch_zip.plan(self._state(models, training), "model_optim_rng")
+                pieces = [
+                    (name, Piece(native, WEIGHT, f"{model}/{native.name}"))
+                    for model, natives in models.items()
+                    for native in natives
+                ]
+                if optimizer is not None:
+                    holder = name
+                    if optimizer.buffers is not None:
+                        holder = f"{version}/{directory}/{rank_files.OPTIMIZER_FILE}"
+                        files[holder] = torch_zip.plan(optimizer.buffers, "distrib_optim")
+                    pieces += [(holder, piece) for piece in optimizer.pieces]
+                    zeros += [(holder, record, 4 * start, 4 * count) for record, start, count in optimizer.gaps]
+                for file, piece in pieces:
+                    self._place(file, piece, placements, zeros)
+        files |= tracker_and_sidecars(self.header, iteration)
+        return OutputPlan(files, placements, zeros, self.carried.notices)
+
+    def _optimizer(
+        self, models: Mapping[str, Sequence[NativeTensor]], rank: tuple[int, int, int]
+    ) -> PlannedOptimizer | None:
+        writer = self.carried.writer
+        if writer is None:
+            return None
+        tied = self.header.config.tie_embeddings and self.layout.pp > 1
+        embeddings = {row.canonical for row in family(self.header.config.family).rows if row.tied_copy and tied}
+        parameters = [
+            Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
+            for model, natives in models.items()
+            for native in _once(natives)
+            if writer.trains(native)
+        ]
+        if not self.options.distributed_optimizer:
+            return writer.plain(parameters)
+        first = min(ep_rank for tp_rank, ep_rank in self._ranks() if tp_rank == rank[0])
+        return writer.distributed(parameters, gathers_dense=rank[2] == first)
+
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
+        tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
+        if not self.header.config.experts:
+            yield from ((tp_rank, 0) for tp_rank in range(tp))
+        elif etp == tp:
+            yield from ((tp_rank, ep_rank) for tp_rank in range(tp) for ep_rank in range(ep))
+        else:
+            yield from sorted({(rank % tp, rank // etp % ep) for rank in range(etp * ep)})
+
+    def _model_key(self, chunk: Chunk) -> str:
+        return "model" if self.layout.vpp == 1 else f"model{chunk.vpp_rank}"
+
+    def _natives(self, tp_rank: int, ep_rank: int, chunk: Chunk) -> list[NativeTensor]:
+        config, naming = self.header.config, self.style.naming
+        rows = family(config.family).rows
+        natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
+        # A tied head is stored a second time only where the embedding is on another stage.
+        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.embeds)]
+        return sorted(kept, key=lambda native: self.style.order(native.name))
+
+    def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "args": self.arguments,
+            "checkpoint_version": 3.0,
+            "iteration": self.header.training.iteration or 1,
+        }
+        state |= {model: self.style.nest(dict(self._entries(model, natives))) for model, natives in models.items()}
+        operations = self.header.training.floating_point_operations
+        return {**state, **training, "num_floating_point_operations_so_far": operations}
+
+    def _entries(self, model: str, natives: list[NativeTensor]) -> Iterator[tuple[str, Placeholder | None]]:
+        entries: dict[str, Placeholder | None] = {
+            native.name: Placeholder(f"{model}/{native.name}", native.shape, native_dtype(self.header, native))
+            for native in natives
+        }
+        for name, is_tensor in self.style.extra_states(entries).items():
+            entries[name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
+        yield from sorted(entries.items(), key=lambda entry: self.style.order(entry[0]))
+
+    def _place(
+        self,
+        file: str,
+        piece: Piece,
+        placements: dict[Key, list[Placement]],
+        zeros: list[tuple[str, str, int, int]],
+    ) -> None:
+        native, itemsize = piece.native, ITEMSIZE[native_dtype(self.header, piece.native, piece.slot)]
+        rows, cols = matrix_shape(native.shape)
+        row_bytes, offset = cols * itemsize, piece.offset * itemsize
+        filled = rows - native.padding_rows
+        for name, regions in native.parts.items():
+            if native.padding_rows and self.options.vocab_padding == "repeat":
+                last = self.header.config.vocab - 1
+                regions = (*regions, Region(Box(last, last + 1, 0, cols), filled, repeat=native.padding_rows))
+            place = Placement(file, piece.record, row_bytes, regions, offset)
+            placements.setdefault(Key(name, piece.slot), []).append(place)
+        if native.padding_rows and self.options.vocab_padding == "zero":
+            zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))
+
+
+def _once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
+    """Without second names: a model's parameters list such a tensor where its first name comes."""
+    first: dict[tuple[str, ...], NativeTensor] = {}
+    for native in natives:
+        first.setdefault(tuple(native.parts), native)
+    return list(first.values())

@@ -1,0 +1,236 @@
+"""The ranks of a Megatron checkpoint as a source of canonical tensors, for core and legacy models and all formats alike."""
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files
+from formats.errors import CorruptCheckpoint
+from megaconv.engine.assembled import Placed, assemble
+from megaconv.model.check import same_names, well_formed
+from megaconv.model.config import STRUCTURE, ModelConfig
+from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
+from megaconv.families import family, read_config
+from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.model.layout import Chunk, Layout
+from megaconv.megatron.arguments.write import OPTIMIZATION
+from megaconv.megatron.distributed.optimizer import DistOptimizer
+from megaconv.megatron.arguments.encoder import refuse_lost_head
+from megaconv.megatron.optimizer.source import (
+    Optimizers,
+    assemble_slots,
+    describe_optimizer,
+    open_optimizers,
+    optimizer_state,
+    read_scheduler,
+    untrained,
+)
+from megaconv.megatron.optimizer.rank import WITHOUT
+from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.megatron.arguments.read import from_arguments, read_layout, true_vocab
+from megaconv.megatron.arguments.sizes import (
+    Landmarks,
+    expert_tensor_parallel_size,
+    find_layout,
+    find_sizes,
+    padded_rows,
+    with_stacks,
+)
+from megaconv.megatron.optimizer.training_output import NOT_APART
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.options import LoadOptions
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
+from megaconv.model.table import canonical_shapes, second_names
+from megaconv.model.training import TrainingState
+
+_log = logging.getLogger("megaconv")
+
+
+@dataclass(frozen=True)
+class RankSource:
+    """All rank files of one iteration, opened."""
+
+    listing: rank_files.RankFiles
+    ranks: Ranks
+    args: Namespace
+    dist: DistOptimizer | None = None
+    """The optimizer of a distributed checkpoint."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Of the first rank."""
+        return self.ranks.states[min(self.ranks.states)]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a checkpoint spells its model."""
+
+    landmarks: Landmarks
+    naming: str
+    description: str
+    """For people."""
+    arrange: Callable[[NativeTensor], NativeTensor] = lambda native: native
+    """From the order of rows that the naming has to the one in this checkpoint."""
+
+
+def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
+    """Raises UnknownFormat for what isn't of this kind, CorruptCheckpoint for what is incomplete."""
+    version = rank_files.find_version(path)
+    if version is None or not rank_files.is_rank_files(version):
+        raise UnknownFormat(f"{path}: holds no Megatron checkpoint in torch format")
+    listing = rank_files.read(version)
+    ranks = read_ranks(listing, first_tp_rank_only=options.metadata_only)
+    first = min(ranks.states)
+    if is_legacy(ranks.states[first]) != legacy:
+        kinds = ("a legacy Megatron checkpoint (its model has a language_model)", "legacy")
+        kind, loader = ("a Megatron core checkpoint (its model has no language_model)", "core") if legacy else kinds
+        raise UnknownFormat(f"{ranks.files[first]}: is {kind}; read it with --loader {loader}")
+    args = ranks.states[first].get("args")
+    if not isinstance(args, Namespace):
+        raise CorruptCheckpoint(f"{ranks.files[first]}: has no args; Megatron writes them into every rank file")
+    return RankSource(listing, ranks, args)
+
+
+def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by_args: bool = False) -> OpenedSource:
+    """by_args: the checkpoint is not cut as the run was that wrote it; how that was laid out is for its args to say.
+
+    Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
+    """
+    listing, ranks, args = source.listing, source.ranks, source.args
+    names = with_stacks(dialect.landmarks, ranks)
+    sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
+    layout = find_layout(ranks, args, names)
+    found = find_sizes(ranks, layout, args, names)
+    legacy = dialect.naming == "legacy"
+    config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
+    if config.experts:
+        layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
+    if by_args:
+        refuse_lost_head(args, config, str(listing.directory))
+    written = read_layout(args, config) if by_args else layout
+    padded = padded_rows(ranks, names)
+    config = replace(config, vocab=_vocab(options, config, args, padded, written.tp))
+    shapes = canonical_shapes(family(config.family).rows, config)
+    training = _training(source)
+    wanted = options.optimizer and training.optimizer is not None
+    if wanted and layout.encoder_layers and training.optimizer and training.optimizer.kind == "distributed":
+        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {NOT_APART}; {WITHOUT}")
+    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, dialect.naming)
+    if wanted and source.dist is not None:
+        optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
+    elif wanted:
+        optimizers = open_optimizers(ranks, args, names, aliases, tied=config.tie_embeddings)
+    placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
+    tensors = assemble(shapes, placed, strict=False)
+    if wanted and training.optimizer is not None:
+        without = untrained(placed)
+        if source.dist is not None and source.dist.in_buckets:
+            optimizers, placed = source.dist.open_buckets(config, written, padded, placed)
+        tensors = assemble_slots(shapes, placed, tensors, without)
+        known = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
+        rng = source.dist.rng() if source.dist and not options.metadata_only else training.rng
+        training = replace(training, optimizer=known, rng=rng)
+    manifest = describe(tensors)
+    divisor = getattr(args, "make_vocab_size_divisible_by", None)
+    header = Header(
+        config=replace(config, dtype=main_dtype(manifest)),
+        manifest=manifest,
+        layout=written,
+        training=training,
+        files=find_sidecars(sidecars),
+        vocab_divisor=divisor if isinstance(divisor, int) and divisor > 0 else None,
+        source=dialect.description,
+        padded_vocab=padded,
+        has_optimizer=training.optimizer is not None,
+    )
+    return OpenedSource(header, {} if options.metadata_only else tensors)
+
+
+def _configure(
+    found: Mapping[str, Any], args: Namespace, directory: Path, *, required: bool, legacy: bool
+) -> ModelConfig:
+    """From config.json where there is one, else from args; either has to agree with the tensors."""
+    if not required and not (directory / CONFIG_NAME).is_file():
+        with well_formed("the rank files' args"):
+            return from_arguments(args, found, legacy=legacy)
+    _, config = read_config(directory / CONFIG_NAME)
+    described = dict(found)
+    if hasattr(args, "num_attention_heads"):
+        described["heads"] = args.num_attention_heads
+    for name in STRUCTURE:
+        if name in described and getattr(config, name) != described[name]:
+            raise TensorMismatch(
+                f"{directory / CONFIG_NAME}: says {name} = {getattr(config, name)}, the checkpoint has {described[name]}; "
+                "it describes another model"
+            )
+    return replace(config, mtp_layers=found["mtp_layers"])  # config.json may speak of layers that nobody saved
+
+
+def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:
+    """The true vocabulary: as asked, as config.json or args say, or all rows."""
+    told = options.true_vocab_size
+    if told is None:
+        with well_formed("the rank files' args"):
+            told = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
+    if told is None:
+        _log.warning(
+            "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N cuts it)",
+            padded,
+        )
+        return padded
+    if not 0 < told <= padded:
+        raise UsageError(f"a vocabulary of {told} is larger than the {padded} rows of the embedding")
+    return told
+
+
+def _training(source: RankSource) -> TrainingState:
+    listing, args = source.listing, source.args
+    iteration = source.state.get("iteration", listing.iteration)
+    operations = source.state.get("num_floating_point_operations_so_far", 0)
+    return TrainingState(
+        iteration if isinstance(iteration, int) else None,
+        release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
+        consumed_train_samples=getattr(args, "consumed_train_samples", None) or 0,
+        consumed_valid_samples=getattr(args, "consumed_valid_samples", None) or 0,
+        floating_point_operations=operations if isinstance(operations, int) else 0,
+        optimizer=source.dist.describe() if source.dist else describe_optimizer(source.ranks),
+        scheduler=read_scheduler(source.dist.common if source.dist else source.state),
+        rng={rank: state["rng_state"] for rank, state in source.ranks.states.items() if "rng_state" in state},
+        arguments={name: value for name, value in vars(args).items() if name in OPTIMIZATION},
+    )
+
+
+def _place(
+    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, dialect: Dialect, optimizers: Optimizers
+) -> Iterator[Placed]:
+    """Every tensor of every rank in its place. Raises TensorMismatch for missing and unknown ones."""
+    rows = family(config.family).rows
+    for chunk in layout.chunks():
+        expert_shards: set[tuple[int, int]] = set()
+        for tp_rank in range(layout.tp):
+            for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
+                natives = native_tensors(rows, config, dialect.naming, layout, tp_rank, chunk, padded, rank.ep)
+                shard = (rank.ep, tp_rank % layout.etp)
+                # Dense tensors are stored again by every expert rank, and shards of experts by some tensor ranks.
+                for placed in _place_chunk(ranks, rank, chunk, layout, [dialect.arrange(native) for native in natives]):
+                    if (shard not in expert_shards) if placed.native.of_experts else index == 0:
+                        yield optimizers.place(placed, rank, chunk.vpp_rank)
+                expert_shards.add(shard)
+
+
+def _place_chunk(
+    ranks: Ranks, rank: RankId, chunk: Chunk, layout: Layout, natives: list[NativeTensor]
+) -> Iterator[Placed]:
+    chunks = ranks.weights[rank]
+    weights = chunks[chunk.vpp_rank] if chunk.vpp_rank < len(chunks) else {}
+    natives = [native for native in natives if not native.tied_copy or native.name in weights]
+    where = ranks.files[rank] + ("" if layout.vpp == 1 else f" (model{chunk.vpp_rank})")
+    same_names([native.name for native in natives], weights, where)
+    for native in natives:
+        if not native.idle:
+            yield Placed(native, weights[native.name], where)

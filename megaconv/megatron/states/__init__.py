@@ -1,0 +1,1 @@
+"""What rank files hold, by name."""

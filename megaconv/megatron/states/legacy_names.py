@@ -1,0 +1,96 @@
+"""Names in Megatron's models before core: nested dictionaries in files, one name with dots here, old spellings made new.
+
+    {"language_model": {"embedding": {"word_embeddings": {"weight": ...}},
+                        "encoder": {"layers.0.input_norm.weight": ..., "final_norm.weight": ...},
+                        "decoder": {"layers.0.input_norm.weight": ...},                (T5)
+                        "pooler": {"dense.weight": ...},                               (BERT)
+                        "output_layer": {"weight": ..., "_extra_state": None}},        (untied models)
+     "lm_head": {"bias": ..., "dense.weight": ...}, "binary_head": {"weight": ...},    (BERT; T5 has the bias alone)
+     "word_embeddings_for_head": {"weight": ...}}                          (tied ones, on the last of several stages)
+
+Releases before 2.5 say `transformer` for `encoder` and `attention` for `self_attention`, those before core 0.4
+`layernorm` for `norm`; the oldest have flat names where later ones nest. Layers of Transformer Engine have names of their
+own for the same rows. Source: megatron/legacy/model of Megatron-LM.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megaconv.megatron.states.names import EXTRA_STATE, module_order
+
+MODEL = "language_model"
+_BLOCK = "encoder"
+_DEEPEST = 4
+"""Dictionaries inside each other."""
+
+_ORDER = (
+    MODEL, "lm_head", "binary_head", "word_embeddings_for_head", "embedding", _BLOCK, "decoder", "pooler", "output_layer",
+    "layers", "final_norm", "word_embeddings", "position_embeddings", "tokentype_embeddings",
+    "input_norm", "self_attention", "post_attention_norm", "inter_attention", "post_inter_attention_norm", "mlp",
+    "weight", "bias", "_extra_state",
+    "query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "norm",
+)  # fmt: skip
+_FLAT = (_BLOCK, "decoder", "pooler", "lm_head")
+"""Inside these nothing nests."""
+_LINEAR = ("query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
+
+
+_TRANSFORMER_ENGINE = {
+    r"\.self_attention\.layernorm_qkv\.layer_norm_(weight|bias)$": r".input_norm.\1",
+    r"\.self_attention\.layernorm_qkv\.(weight|bias)$": r".self_attention.query_key_value.\1",
+    r"\.self_attention\.proj\.(weight|bias)$": r".self_attention.dense.\1",
+    r"\.layernorm_mlp\.layer_norm_(weight|bias)$": r".post_attention_norm.\1",
+    r"\.layernorm_mlp\.fc1_(weight|bias)$": r".mlp.dense_h_to_4h.\1",
+    r"\.layernorm_mlp\.fc2_(weight|bias)$": r".mlp.dense_4h_to_h.\1",
+}
+"""Its layers in legacy models (--transformer-impl transformer_engine): what is called how by Megatron's own."""
+
+
+def flatten(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(present name, value) of everything in a nested model."""
+    for path, value in _walk(model, 1):
+        yield present(path), value
+
+
+def _walk(level: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in level.items():
+        if isinstance(value, dict) and depth < _DEEPEST:
+            yield from ((f"{key}.{path}", inner) for path, inner in _walk(value, depth + 1))
+        else:
+            yield str(key), value
+
+
+def present(name: str) -> str:
+    """An old spelling in the words of the last releases, others as they are."""
+    name = re.sub(rf"^{MODEL}\.(word|position|tokentype)_embeddings\.", rf"{MODEL}.embedding.\1_embeddings.", name)
+    name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
+    name = name.replace(".attention.", ".self_attention.").replace("lm_head.layernorm.", "lm_head.norm.")
+    for pattern, words in _TRANSFORMER_ENGINE.items():
+        name = re.sub(pattern, words, name)
+    return re.sub(r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name)
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionaries that Megatron writes: a level for each word, but none inside a block of layers or a head."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        words = name.split(".")
+        depth = next((depth for depth, word in enumerate(words, 1) if word in _FLAT), len(words) - 1)
+        words = [*words[:depth], ".".join(words[depth:])]
+        level = nested
+        for word in words[:-1]:
+            level = level.setdefault(word, {})
+        level[words[-1]] = value
+    return nested
+
+
+def legacy_order(name: str) -> tuple[tuple[int, int], ...]:
+    """Sorts names as a model's own state_dict lists them."""
+    return module_order(name, _ORDER)
+
+
+def legacy_extra_states(names: Collection[str]) -> dict[str, bool]:
+    """The `_extra_state` entries, none of them a tensor, that a model with these parameters has."""
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".layers." in name or ".output_layer." in name)
+    return {module + EXTRA_STATE: False for module in modules if module.endswith(_LINEAR)}

@@ -1,0 +1,202 @@
+"""The rank files of a Megatron `torch` checkpoint, opened: states and weights by rank, and the sizes of the grid."""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats import torch_zip
+from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.rank_files import RankFiles, read
+from formats.tensor import LazyTensor
+from megaconv.errors import UnknownFormat
+from megaconv.megatron.states.legacy_names import MODEL, flatten
+from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
+
+_log = logging.getLogger("megaconv")
+
+Weights = dict[str, LazyTensor]
+_TAIL = ("decoder.final_layernorm", "output_layer", f"{MODEL}.encoder.final_norm", f"{MODEL}.output_layer")
+"""How tensors of the last stage begin."""
+_STACKS = ("encoder.layers.", "decoder.layers.")
+"""How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""
+
+
+class RankId(NamedTuple):
+    """Which file: tensor, pipeline and expert rank."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All rank files of one iteration.
+
+    The grid may have holes: with expert tensor parallelism smaller than tensor parallelism, Megatron writes a file for
+    some pairs of tensor and expert rank only.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    states: Mapping[RankId, Mapping[str, Any]]
+    weights: Mapping[RankId, list[Weights]]
+    """A dictionary per virtual stage."""
+    files: Mapping[RankId, str]
+    """For messages."""
+    paths: Mapping[RankId, Path]
+    """The files that were opened."""
+
+    def of(self, tp_rank: int, pp_rank: int) -> list[RankId]:
+        """The files of one tensor and pipeline rank, by expert rank."""
+        return [RankId(tp_rank, pp_rank, ep) for ep in range(self.ep) if (tp_rank, pp_rank, ep) in self.states]
+
+    def dense(self, tp_rank: int, pp_rank: int) -> list[Weights]:
+        """Where everything but experts can be read."""
+        return self.weights[self.of(tp_rank, pp_rank)[0]]
+
+
+def read_ranks(listing: RankFiles, *, first_tp_rank_only: bool = False) -> Ranks:
+    """Open every rank file. Raises CorruptCheckpoint for a grid with missing ranks.
+
+    first_tp_rank_only: take tensor rank 0's files for those of all others, which have the same names and shapes.
+    """
+    read = {numbers: (0, *numbers[1:]) if first_tp_rank_only else numbers for numbers in listing.files}
+    read = {numbers: source if source in listing.files else numbers for numbers, source in read.items()}
+    opened = {numbers: _read_state(listing.files[numbers]) for numbers in sorted(set(read.values()))}
+    chunks = {numbers: _chunks(state, listing.files[numbers]) for numbers, state in opened.items()}
+    tp, pp, ep = _grid(listing, chunks)
+    ids = {_rank_id(numbers, pp): numbers for numbers in read}
+    ranks = Ranks(
+        tp,
+        pp,
+        ep,
+        {rank: opened[read[numbers]] for rank, numbers in ids.items()},
+        {rank: chunks[read[numbers]] for rank, numbers in ids.items()},
+        {rank: f"{listing.files[n].parent.name}/{listing.files[n].name}" for rank, n in ids.items()},
+        {rank: listing.files[read[n]] for rank, n in ids.items()},
+    )
+    _require_stacks(ranks)
+    _require_complete(ranks, listing)
+    return ranks
+
+
+def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:
+    if len(numbers) == 2:
+        return RankId(numbers[0], numbers[1], 0) if pp > 1 else RankId(numbers[0], 0, numbers[1])
+    return RankId(*numbers, *(0,) * (3 - len(numbers)))
+
+
+def _require_stacks(ranks: Ranks) -> None:
+    """What core 0.9 to 0.13 says of an encoder with stages of its own has to be so.
+
+    They can give it fewer tensor ranks too, but not that of a T5, which shares its embedding with the decoder.
+    """
+    first = min(ranks.states)
+    args, words = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
+    found = [getattr(args, f"{word}_model_parallel_size", None) for word in words]
+    own, others, tp = (size if type(size) is int else 0 for size in found)
+    if own and 0 < tp < ranks.tp:
+        raise UnknownFormat(
+            f"{ranks.files[first]}: its encoder has tensor parallel size {tp}, its decoder {ranks.tp}; models whose encoder and "
+            "decoder share their embedding have one size, and no others are known"
+        )
+    if own and own + others != ranks.pp:
+        raise CorruptCheckpoint(
+            f"{ranks.files[first]}: its args tell of {own} pipeline stages of an encoder and {others} of a decoder, there are rank "
+            f"directories for {ranks.pp} in all; is one missing?"
+        )
+
+
+def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
+    for pp_rank in range(ranks.pp):
+        held = [rank for rank in ranks.states if rank.pp == pp_rank]
+        missing = [f"tensor rank {tp}" for tp in range(ranks.tp) if tp not in {rank.tp for rank in held}]
+        missing += [f"expert rank {ep}" for ep in range(ranks.ep) if ep not in {rank.ep for rank in held}]
+        if missing:
+            raise CorruptCheckpoint(
+                f"{listing.directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
+                f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
+            )
+
+
+def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) -> tuple[int, int, int]:
+    """(tp, pp, ep). Of two numbers the second counts expert ranks when rank 0 holds the end of the model already.
+
+    A model of two stacks has no experts; its encoder may have stages of its own, and there a head for nothing.
+    """
+    sizes = [1 + max(column) for column in zip(*listing.files, strict=True)]
+    if len(sizes) == 1:
+        return sizes[0], 1, 1
+    if len(sizes) == 3:
+        return sizes[0], sizes[1], sizes[2]
+    names = {name for chunks in weights.values() for chunk in chunks for name in chunk}
+    two_stacks = all(any(name.startswith(stack) for name in names) for stack in _STACKS) or any(
+        name.startswith(f"{MODEL}.decoder.") for name in names
+    )
+    last = weights[min(weights, key=lambda numbers: numbers[::-1])][-1]
+    if not two_stacks and any(name.startswith(_TAIL) for name in last):
+        return sizes[0], 1, sizes[1]
+    return sizes[0], sizes[1], 1
+
+
+def _read_state(path: Path) -> Mapping[str, Any]:
+    state = torch_zip.read(path)
+    if not isinstance(state, dict) or not ("model" in state or "model0" in state):
+        raise CorruptCheckpoint(
+            f"{path}: holds no model; a rank file is a dictionary with the key model (or model0, model1 ...)"
+        )
+    return state
+
+
+def _chunks(state: Mapping[str, Any], path: Path) -> list[Weights]:
+    """The parameters of each virtual stage; legacy models' names flattened."""
+    chunks = []
+    for key in _model_keys(state):
+        model = state[key]
+        if not isinstance(model, dict):
+            raise CorruptCheckpoint(f"{path}: {key} should be a dictionary of tensors, found {type(model).__name__}")
+        chunk: Weights = {}
+        for name, tensor in _parameters(flatten(model) if is_legacy(state) else model.items(), path):
+            if name in chunk:
+                raise CorruptCheckpoint(f"{path}: {key} has two tensors {name}, one of them under an older name")
+            chunk[name] = tensor
+        chunks.append(chunk)
+    return chunks
+
+
+def _model_keys(state: Mapping[str, Any]) -> list[str]:
+    if "model" in state:
+        return ["model"]
+    return sorted((key for key in state if re.fullmatch(r"model\d{1,6}", str(key))), key=lambda key: int(key[5:]))
+
+
+def is_legacy(state: Mapping[str, Any]) -> bool:
+    """Whether a rank file is of one of Megatron's models before core."""
+    return any(isinstance(state[key], dict) and MODEL in state[key] for key in _model_keys(state))
+
+
+def holds_legacy(version: Path) -> bool:
+    """Whether the first rank file of an iteration is; False for one that can't be read, as opening it will say."""
+    try:
+        return is_legacy(_read_state(next(iter(read(version).files.values()))))
+    except (CheckpointError, StopIteration):
+        return False
+
+
+def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[str, LazyTensor]]:
+    for name, value in model:
+        if not isinstance(name, str):
+            raise CorruptCheckpoint(f"{path}: {name!r} is no name of a parameter")
+        bare = name.removeprefix("module.")
+        if bare.endswith(EXTRA_STATE):
+            if sum(getattr(value, "shape", ())):
+                _log.warning("%s: %s holds FP8 scales, which are left out", path, bare)
+        elif not bare.endswith(NOT_PARAMETERS):
+            if not hasattr(value, "read_into"):
+                raise CorruptCheckpoint(f"{path}: {name} should be a tensor, found {value!r:.60}")
+            yield bare, value

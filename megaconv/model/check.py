@@ -1,0 +1,66 @@
+"""The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype it was announced."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from formats.tensor import LazyTensor
+from megaconv.errors import CorruptCheckpoint, TensorMismatch
+from megaconv.model.ir import Key, TensorInfo
+
+_LISTED = 8
+"""Names that an error message spells out."""
+
+
+def listing(names: Collection[object]) -> str:
+    """`a, b, c and 5 more`."""
+    shown = [str(name) for name in list(names)[:_LISTED]]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+class Ledger:
+    """Entries are made by the sending side; what doesn't fit raises TensorMismatch naming the tensor."""
+
+    def __init__(self, manifest: Mapping[Key, TensorInfo]) -> None:
+        self._manifest = manifest
+        self._seen: set[Key] = set()
+
+    def enter(self, key: Key, tensor: LazyTensor) -> None:
+        expected = self._manifest.get(key)
+        if expected is None:
+            raise TensorMismatch(f"{key}: the loader sent a tensor that its manifest doesn't announce")
+        if key in self._seen:
+            raise TensorMismatch(f"{key}: the loader sent this tensor twice")
+        found = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        if found != expected:
+            raise TensorMismatch(
+                f"{key}: announced as {list(expected.shape)} {expected.dtype}, sent as {list(found.shape)} {found.dtype}"
+            )
+        self._seen.add(key)
+
+    def close(self, count: int) -> None:
+        missing = [key for key in self._manifest if key not in self._seen]
+        if missing:
+            raise TensorMismatch(f"the loader ended without {len(missing)} tensors of its manifest: {listing(missing)}")
+        if count != len(self._manifest):
+            raise TensorMismatch(f"the loader says that it sent {count} tensors, {len(self._manifest)} came")
+
+
+@contextmanager
+def well_formed(where: str) -> Iterator[None]:
+    """Metadata with values of a wrong kind raise CorruptCheckpoint, whatever they lead to."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: has a value of a wrong kind ({type(error).__name__}: {error})") from error
+
+
+def same_names(expected: Collection[str], found: Collection[str], where: str) -> None:
+    """Raise TensorMismatch, naming names, unless two sets of native tensor names are equal."""
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected]
+    if missing:
+        extra = f"; it has unknown ones: {listing(unknown)}" if unknown else ""
+        raise TensorMismatch(f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}")
+    if unknown:
+        raise TensorMismatch(f"{where}: {len(unknown)} tensors are unknown in this model: {listing(unknown)}")
