@@ -9,8 +9,8 @@ from megatron_lite import comm
 from megatron_lite.grid import Grid
 from megatron_lite.zero import FlatRange
 
-BLOCK = {"cpu": 1 << 17}
-"""Elements that are float64 at one time, so that they stay in a processor's cache; 1 << 22 on other devices."""
+CPU_BLOCK, GPU_BLOCK = 1 << 17, 1 << 22
+"""Elements that are float64 at one time: on a CPU so few that they stay in its cache."""
 
 
 def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
@@ -40,7 +40,7 @@ def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:
 def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Tensor:
     """Sum of squares, float64 [], of the gradients that this rank counts: over all ranks every parameter counts once."""
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
-    block = BLOCK.get(grid.device.type, 1 << 22)
+    block = CPU_BLOCK if grid.device.type == "cpu" else GPU_BLOCK
     for item in ranges:
         elsewhere = (item.info.replicated and grid.tp_rank) or (not distributed and grid.dp_rank) or item.info.tied_copy
         if not elsewhere:

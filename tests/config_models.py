@@ -141,6 +141,17 @@ def in_new_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     }
 
 
+IN_TENSORS = (
+    "layers", "hidden", "ffn", "vocab", "tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "sinks", "gated", "experts",
+    "moe_layers", "shared_gate", "router_bias", "dtype",
+)  # fmt: skip
+
+
+def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
+    """What a loader reads off the tensors."""
+    return {name: getattr(config, name) for name in (*IN_TENSORS, *more)}
+
+
 @st.composite
 def scalings(draw: Draw) -> Raw | None:
     """What Megatron core has words for."""

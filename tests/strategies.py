@@ -63,7 +63,7 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
     ours, theirs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     encoder = draw(stage_splits(config.encoder_layers, ours))
     stages = (0,) * ours + draw(stage_splits(config.layers, theirs))
-    return Layout(tp, ours + theirs, stage_layers=stages, encoder_layers=encoder)
+    return Layout(tp, ours + theirs, stage_layers=stages, encoder_stage_layers=encoder)
 
 
 @st.composite

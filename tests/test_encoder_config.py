@@ -16,6 +16,7 @@ from megaconv.model.ir import TrainingState
 from megaconv.model.layout import Layout
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.arguments.read import from_arguments
+from tests.config_models import found_in_tensors
 
 Draw = st.DrawFn
 
@@ -76,27 +77,13 @@ def t5s(draw: Draw) -> ModelConfig:
     )
 
 
-FOUND = (
-    *(
-        "layers",
-        "hidden",
-        "ffn",
-        "vocab",
-        "tie_embeddings",
-        "qkv_bias",
-        "o_bias",
-        "mlp_bias",
-        "qk_norm",
-        "gated",
-        "dtype",
-    ),
-    *("encoder_layers", "final_norm", "head_bias", "relative_buckets", "token_types", "binary_head"),
-)
+FOUND = ("encoder_layers", "final_norm", "head_bias", "relative_buckets", "token_types", "binary_head")
+"""Of an encoder, besides what all models have."""
 
 
 def back(config: ModelConfig, *, legacy: bool) -> ModelConfig:
     """By way of Megatron's arguments, with what a loader reads off the tensors."""
-    found = {name: getattr(config, name) for name in FOUND} | (
+    found = found_in_tensors(config, *FOUND) | (
         {"head_activation": "gelu"} if config.head_activation else {}
     )
     return from_arguments(Namespace(**arguments(config, legacy=legacy)), found, legacy=legacy)
@@ -192,6 +179,6 @@ def test_bert_in_cores_files_does_not_norm_afterwards() -> None:
     """Core takes the argument and ignores it, so that nobody can tell what was meant."""
     config = read(BERT)
     args = Namespace(**arguments(config) | {"apply_residual_connection_post_layernorm": True})
-    found = {name: getattr(config, name) for name in FOUND} | {"head_activation": "gelu"}
+    found = found_in_tensors(config, *FOUND) | {"head_activation": "gelu"}
     with pytest.raises(UnknownFamily, match="apply_residual_connection_post_layernorm"):
         from_arguments(args, found)

@@ -17,7 +17,18 @@ from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.arguments.read import from_arguments, true_vocab
 from megaconv.options import SaveOptions
 from megaconv.model.training import TrainingState
-from tests.config_models import LLAMA, LLAMA3, SCALINGS, YARN, Raw, configs, in_old_words, raw_config, read
+from tests.config_models import (
+    LLAMA,
+    LLAMA3,
+    SCALINGS,
+    YARN,
+    Raw,
+    configs,
+    found_in_tensors,
+    in_old_words,
+    raw_config,
+    read,
+)
 from tests.models import write_llama
 
 
@@ -25,29 +36,6 @@ def arguments(config: ModelConfig, **more: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"transformer_impl": "local", "vocab_divisor": 8, "padded_vocab": config.vocab}
     options |= {"grouped_experts": False, **more}
     return to_arguments(config, Layout(stage_layers=(config.layers,)), TrainingState(), **options)
-
-
-def found_in_tensors(config: ModelConfig) -> dict[str, Any]:
-    """What a loader reads off the tensors."""
-    fields = (
-        "layers",
-        "hidden",
-        "ffn",
-        "vocab",
-        "tie_embeddings",
-        "qkv_bias",
-        "o_bias",
-        "mlp_bias",
-        "qk_norm",
-        "sinks",
-        "gated",
-        "experts",
-        "moe_layers",
-        "shared_gate",
-        "router_bias",
-        "dtype",
-    )
-    return {name: getattr(config, name) for name in fields}
 
 
 @given(configs())

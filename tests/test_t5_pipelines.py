@@ -39,8 +39,8 @@ SMALL, DEEP = "pipelined-t5-tp2e1d1", "pipelined-t5-tp1e2d2"
 ENGINE = {"transformer_impl": "transformer_engine"}
 LEGACY = FIXTURES / "legacy-t5-tp2pp1" / "checkpoint"
 """2 layers of an encoder, 1 of a decoder."""
-LAYOUTS = {SMALL: Layout(2, 2, stage_layers=(0, 1), encoder_layers=(1,)),
-           DEEP: Layout(1, 4, stage_layers=(0, 0, 1, 1), encoder_layers=(1, 1))}  # fmt: skip
+LAYOUTS = {SMALL: Layout(2, 2, stage_layers=(0, 1), encoder_stage_layers=(1,)),
+           DEEP: Layout(1, 4, stage_layers=(0, 0, 1, 1), encoder_stage_layers=(1, 1))}  # fmt: skip
 
 
 def source(name: str) -> Path:
@@ -376,7 +376,7 @@ def test_both_of_megatrons_ways_to_count_stages_are_known(tmp_path: Path) -> Non
         assert run("convert", *core, "--save-dir", tmp_path / name, *options).status == 0
         layout = json.loads(run("inspect", tmp_path / name, "--json").out)["layout"]
         sizes = {"tp": 1, "pp": 3, "vpp": 1, "ep": 1, "etp": 1}
-        assert layout == {**sizes, "stage_layers": [0, 1, 1], "encoder_layers": [2]}
+        assert layout == {**sizes, "stage_layers": [0, 1, 1], "encoder_stage_layers": [2]}
     dry = run(
         "convert", *core, "--save-dir", tmp_path / "dry", "--encoder-pipeline-model-parallel-size", 2, "--dry-run"
     )

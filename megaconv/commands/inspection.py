@@ -48,7 +48,7 @@ class Inspection:
         layout = self.header.layout
         if layout is None:
             return None
-        encoder = {"encoder_layers": list(layout.encoder_layers)} if layout.encoder_layers else {}
+        encoder = {"encoder_stage_layers": list(layout.encoder_stage_layers)} if layout.encoder_stage_layers else {}
         return {**layout.sizes(), "stage_layers": list(layout.stage_layers), **encoder}
 
     def _optimizer(self) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ class Layout:
 
     stage_layers counts layers stage by stage in the order of the model: stage s lives on pipeline rank s % pp as its
     virtual stage s // pp. The embedding sits on the first stage, the head on the last.
-    encoder_layers counts those of an encoder where it has the first stages to itself, which then have no others; a decoder
+    encoder_stage_layers counts those of an encoder where it has the first stages to itself, which then have no others; a decoder
     has the rest. Empty where an encoder lies with its whole decoder on a single stage, or there is none.
     """
 
@@ -47,31 +47,31 @@ class Layout:
     ep: int = 1
     etp: int = 1
     stage_layers: tuple[int, ...] = ()
-    encoder_layers: tuple[int, ...] = ()
+    encoder_stage_layers: tuple[int, ...] = ()
 
     @property
     def split_rank(self) -> int:
         """The first pipeline rank of a decoder whose encoder has the ranks before; 0 where it has none to itself."""
-        return len(self.encoder_layers)
+        return len(self.encoder_stage_layers)
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks in the order of the model."""
         first, stages = 0, self.pp * self.vpp
         for stage, layers in enumerate(self.stage_layers):
             chunk = Chunk(stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1)
-            yield self._with_encoder(chunk) if self.encoder_layers else chunk
+            yield self._with_encoder(chunk) if self.encoder_stage_layers else chunk
             first += layers
 
     def _with_encoder(self, chunk: Chunk) -> Chunk:
         rank, split = chunk.pp_rank, self.split_rank
-        start, stop = sum(self.encoder_layers[:rank]), sum(self.encoder_layers[: rank + 1])
+        start, stop = sum(self.encoder_stage_layers[:rank]), sum(self.encoder_stage_layers[: rank + 1])
         return chunk._replace(encoder=range(start, stop), ends_encoder=rank == split - 1, starts_decoder=rank == split)
 
     def __str__(self) -> str:
         sizes = [f"{name.upper()} {size}" for name, size in self.sizes().items() if size > 1 or name in ("tp", "pp")]
         layers = "+".join(map(str, self.stage_layers[self.split_rank :]))
-        if self.encoder_layers:
-            return f"{', '.join(sizes)} (encoder {'+'.join(map(str, self.encoder_layers))}, decoder {layers})"
+        if self.encoder_stage_layers:
+            return f"{', '.join(sizes)} (encoder {'+'.join(map(str, self.encoder_stage_layers))}, decoder {layers})"
         uneven = len(set(self.stage_layers)) > 1
         return ", ".join(sizes) + (f" (layers {layers})" if uneven else "")
 
@@ -150,7 +150,7 @@ def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int
 
 
 def split_stacks(encoder: int, decoder: int, pp: int, split_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(encoder_layers, stage_layers) of a Layout whose first split_rank stages are the encoder's. Raises LayoutError."""
+    """(encoder_stage_layers, stage_layers) of a Layout whose first split_rank stages are the encoder's. Raises LayoutError."""
     if not 0 < split_rank < pp:
         raise LayoutError(
             f"pipeline split rank = {split_rank} with pp = {pp}: the encoder has the stages before it, the decoder the others, "

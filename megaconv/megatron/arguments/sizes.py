@@ -97,7 +97,7 @@ def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
     if not sum(encoder) or ranks.pp == 1:
         return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
     return Layout(
-        ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts, encoder_layers=_own_stages(encoder, counts, args)
+        ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts, encoder_stage_layers=_own_stages(encoder, counts, args)
     )
 
 

@@ -67,8 +67,6 @@ def choose_form(carried: Carried, options: SaveOptions) -> OptimizerForm:
         raise UsageError(
             "--use-distributed-optimizer: zarr checkpoints are written in the form that runs without it load; leave it out"
         )
-    writer, wanted = carried.writer, options.distributed_optimizer
-    if writer is not None and wanted:
-        writer.require_adam()
+    writer = carried.writer
     can = options.ckpt_format != "zarr" and (writer is None or writer.moments == ADAM)
-    return OptimizerForm(writer, can and wanted is not False)
+    return OptimizerForm(writer, can and options.distributed_optimizer is not False)

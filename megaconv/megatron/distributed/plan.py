@@ -30,7 +30,7 @@ from megaconv.engine.plan import OutputPlan, Placement
 
 def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
     """layout: whose ranks chunks are cut for. Raises LayoutError for a model that can't be cut this way, NotExpressible."""
-    if layout.encoder_layers:
+    if layout.encoder_stage_layers:
         raise LayoutError(
             f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
             "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
@@ -42,7 +42,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
     iteration = iteration_of(header, options)
     version = rank_files.iteration_directory(iteration)
-    carried = carry(header, layout, keeps_rng=layout.ep == 1)
+    carried = carry(header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer))
     optimizer = choose_form(carried, options)
     vars(arguments).update(carried.arguments(distributed=optimizer.distributed))
     local = options.transformer_impl == "local"

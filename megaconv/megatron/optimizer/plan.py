@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
-from megaconv.errors import NotExpressible, UsageError
+from megaconv.errors import NotExpressible
 from megaconv.model.ir import WEIGHT, Key, TensorInfo
 from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, fill, gaps
 from megaconv.megatron.arguments.param_groups import is_expert, write_group, write_order
@@ -98,13 +98,6 @@ class OptimizerWriter:
         """Whether a native tensor has state. Raises NotExpressible if only a part of it has."""
         return self.has(native, self.moments[0])
 
-    def require_adam(self) -> None:
-        """Raises UsageError: Megatron's distributed optimizer holds nothing else."""
-        if self.moments != ADAM:
-            raise UsageError(
-                "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
-            )
-
     def counter(self, name: str) -> dict[str, Constant]:
         """The step as torch's AdamW counts it; SGD counts none."""
         return {name: Constant((), "float32", struct.pack("<f", self.state.step or 0))} if self.moments == ADAM else {}
@@ -134,7 +127,6 @@ class OptimizerWriter:
 
         gathers_dense: whether this is the first of the expert ranks, which all have the same dense parameters.
         """
-        self.require_adam()
         planned, buffers = Planned([]), list[Any]()
         for number, experts in enumerate(self.optimizers()):
             planned.state.append(self.wrapped({"param_groups": self.groups(experts)}, {}))

@@ -8,12 +8,12 @@ from typing import Any
 from formats.pickle_records import NumpyArray
 from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
-from megaconv.errors import CheckpointError, NotExpressible
+from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.megatron.optimizer.plan import OptimizerWriter
 from megaconv.megatron.optimizer.rank import WITHOUT
-from megaconv.model.training import TrainingState
+from megaconv.model.training import ADAM, TrainingState
 
 NO_RNG = (
     "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
@@ -65,20 +65,24 @@ class Carried:
         )
 
 
-def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool = False) -> Carried:
+def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool) -> Carried:
     """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
 
-    distributed: whether rank files are for runs with the distributed optimizer.
-    Raises NotExpressible for a layout whose optimizers aren't known.
+    distributed: whether the distributed optimizer's form was asked for. Raises NotExpressible for a layout where it isn't
+    known, UsageError for an optimizer that it can't hold.
     """
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
         return Carried(training)
-    if layout.encoder_layers and distributed:
+    if layout.encoder_stage_layers and distributed:
         raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
     several = layout.ep > 1 and header.config.experts > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
+    if distributed and writer.moments != ADAM:
+        raise UsageError(
+            "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
+        )
     rng = _written(training.rng) if keeps_rng and layout == header.layout else {}
     notices = () if rng else (NO_RNG,)
     return Carried(training, writer, rng, notices + (() if training.scheduler else (NO_SCHEDULER,)))

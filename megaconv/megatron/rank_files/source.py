@@ -118,7 +118,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
     wanted = options.optimizer and training.optimizer is not None
-    if wanted and layout.encoder_layers and training.optimizer and training.optimizer.kind == "distributed":
+    if wanted and layout.encoder_stage_layers and training.optimizer and training.optimizer.kind == "distributed":
         raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {NOT_APART}; {WITHOUT}")
     optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, dialect.naming)
     if wanted and source.dist is not None:
