@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from formats import rank_files
-from megaconv.model.ir import OpenedSource
+from megaconv.megatron.arguments.sizes import CORE
 from megaconv.megatron.distributed.source import find_dist, open_dist
+from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import holds_legacy
-from megaconv.megatron.arguments.sizes import CORE
-from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
+from megaconv.model.ir import OpenedSource
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr"

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from formats import sharded_safetensors, torch_dist
 from formats.chunked import ChunkedTensor
-from megaconv.model.check import listing
+from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.model.check import listing
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.options import LoadOptions
-from megaconv.engine.sidecars import find_sidecars
 from megaconv.model.table import Row, expressible
-from megaconv.engine.weight_files import whole_model
+from megaconv.options import LoadOptions
 
 DESCRIPTION = "PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config"
 

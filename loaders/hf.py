@@ -3,14 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
-from megaconv.errors import UsageError
-from megaconv.families import read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
-from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.options import LoadOptions
-from megaconv.engine.quantized import dequantize, quant_method
+from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import read_directory, whole_model
+from megaconv.errors import UsageError
+from megaconv.families import read_config
+from megaconv.families.parts.hf_config import CONFIG_NAME, load_config, quant_method
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.options import LoadOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
 

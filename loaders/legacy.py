@@ -19,10 +19,10 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Box
 from megaconv.errors import UnknownFamily
-from megaconv.model.ir import OpenedSource
-from megaconv.megatron.states.ranks import Ranks, holds_legacy
 from megaconv.megatron.arguments.sizes import LEGACY
 from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
+from megaconv.megatron.states.ranks import Ranks, holds_legacy
+from megaconv.model.ir import OpenedSource
 from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import LoadOptions
 

@@ -22,20 +22,20 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
 from megaconv import registry
 from megaconv.engine.assembled import Placed, assemble
-from megaconv.model.check import same_names
-from megaconv.model.config import STRUCTURE, ModelConfig
+from megaconv.engine.plan import BLOCK_BYTES
+from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.weight_files import read_file, read_sharded
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
+from megaconv.model.check import same_names
+from megaconv.model.config import STRUCTURE, ModelConfig
 from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
-from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
 from megaconv.model.natives import native_tensors
-from megaconv.options import LoadOptions
-from megaconv.engine.plan import BLOCK_BYTES
-from megaconv.engine.sidecars import find_sidecars
 from megaconv.model.table import canonical_shapes
-from megaconv.engine.weight_files import read_file, read_sharded
+from megaconv.options import LoadOptions
 
 DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
 

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from megaconv.commands.comparison import Diff, diff_sources
+from megaconv.commands.inspection import inspect as inspect
+from megaconv.commands.verification import verify as verify
 from megaconv.engine.conversion import ConvertOptions, Report, open_source
 from megaconv.engine.conversion import convert as run_conversion
 from megaconv.engine.conversion import fingerprint as fingerprint
-from megaconv.commands.inspection import inspect as inspect
+from megaconv.engine.plan import default_workers
 from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
-from megaconv.engine.plan import default_workers
-from megaconv.commands.verification import verify as verify
 
 
 def convert(

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
-from megaconv.model.config import ModelConfig
 from megaconv.engine.conversion import open_source
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Layout
 from megaconv.options import LoadOptions

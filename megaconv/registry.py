@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 from megaconv.errors import UnknownFormat
 from megaconv.model.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions
-from megaconv.engine.plan import OutputPlan
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
+
+    from megaconv.engine.plan import OutputPlan
 
 LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
@@ -48,7 +49,7 @@ class Saver(Protocol):
 
     DESCRIPTION: str
 
-    def plan(self, header: Header, options: SaveOptions) -> OutputPlan:
+    def plan(self, header: Header, options: SaveOptions) -> "OutputPlan":
         """Lay out the complete output. Raises LayoutError or NotExpressible for what can't be written."""
         ...
 

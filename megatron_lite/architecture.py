@@ -4,11 +4,11 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import UsageError
-from megaconv.model.layout import Layout
-from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.arguments.read import from_arguments
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
 from megatron_lite.config import Model, Settings, flags
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import rank_sizes
 from megatron_lite.options import ModelOptions

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import canonical_shapes
 from megatron_lite.config import Logging
 

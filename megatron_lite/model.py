@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.natives import rank_sizes
 from megatron_lite import comm, recompute, rng

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from formats.tensor import Shape, matrix_shape
-from megaconv.model.config import ModelConfig
 from megaconv.families import family
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 

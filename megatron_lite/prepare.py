@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megaconv.model.config import ModelConfig
+from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
-from megaconv.engine.sidecars import find_sidecars
+from megaconv.model.config import ModelConfig
 from megatron_lite import plot
 from megatron_lite.architecture import check_against, model_from_flags
 from megatron_lite.checkpoint import Saver

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from formats.tensor import Box, LazyTensor, matrix_shape
-from megaconv.model.config import ModelConfig
 from megaconv.engine.conversion import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
+from megaconv.model.config import ModelConfig
 
 
 def frequencies(config: ModelConfig) -> Tensor:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError, UsageError
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.config import Parallel, Settings
 from megatron_lite.grid import check_sizes

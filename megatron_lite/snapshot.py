@@ -14,8 +14,8 @@ from torch import Tensor
 
 from formats import rank_files
 from megaconv.families import family
-from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.megatron.states.names import extra_states, module_order
+from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.natives import native_tensors
 from megatron_lite.dist_files import empty_object
 from megatron_lite.engine import Engine

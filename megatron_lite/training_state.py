@@ -11,9 +11,9 @@ from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
+from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import padded_vocab
-from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.training import TrainingState
 from megatron_lite.config import Settings
 from megatron_lite.sizes import Sizes

@@ -3,14 +3,14 @@
 import logging
 from dataclasses import replace
 
-from megaconv.model.config import ModelConfig
-from megaconv.errors import UsageError
-from megaconv.model.ir import Header
-from megaconv.megatron.arguments.write import has_yarn
-from megaconv.megatron.states.names import extra_states, module_order
-from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
-from megaconv.options import SaveOptions
 from megaconv.engine.plan import OutputPlan
+from megaconv.errors import UsageError
+from megaconv.megatron.arguments.write import has_yarn
+from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.megatron.states.names import extra_states, module_order
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header
+from megaconv.options import SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
 

@@ -6,13 +6,13 @@ Every tensor is one chunk, its key the name in transformers' state_dict.
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, matrix_shape
+from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
-from megaconv.engine.plan import OutputPlan, Placement
 
 DESCRIPTION = "PyTorch distributed checkpoint (DCP) with transformers' names, for torchtitan, FSDP and the like"
 

@@ -8,14 +8,14 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import CopiedTensors, open_base
-from megaconv.model.config import ModelConfig
+from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
-from megaconv.engine.plan import OutputPlan, Placement
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
 

@@ -2,14 +2,14 @@
 
 import logging
 
-from megaconv.model.config import ModelConfig
+from megaconv.engine.plan import OutputPlan
 from megaconv.errors import LayoutError, NotExpressible
+from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.megatron.states.legacy_names import legacy_extra_states, legacy_order, nest
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
-from megaconv.megatron.states.legacy_names import legacy_extra_states, legacy_order, nest
-from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.options import SaveOptions
-from megaconv.engine.plan import OutputPlan
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint version 3, at any even layout"
 

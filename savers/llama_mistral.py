@@ -12,14 +12,14 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Placeholder
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, matrix_shape
+from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
-from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
-from megaconv.engine.plan import OutputPlan, Placement
 
 DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import families, family_of_hf
+from megaconv.model.config import ModelConfig
 from tests.strategies import Draw
 
 Raw = dict[str, Any]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import families
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.table import NAMINGS, expressible
 

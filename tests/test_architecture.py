@@ -21,6 +21,23 @@ MAY_IMPORT = {
 }
 """Of our own packages; loaders and savers don't even import each other."""
 
+ROOMS = (
+    ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.checkpoint"),
+    ("megaconv.commands",),
+    ("megaconv.megatron.distributed",),
+    ("megaconv.megatron.rank_files",),
+    ("megaconv.megatron.optimizer",),
+    ("megaconv.megatron.arguments",),
+    ("megaconv.megatron.states",),
+    ("megaconv.engine",),
+    ("megaconv.registry",),
+    ("megaconv.families",),
+    ("megaconv.options",),
+    ("megaconv.model",),
+    ("megaconv.hub", "megaconv.errors", "megaconv._version"),
+)
+"""From the top of megaconv down: a module imports only from its own row and from those below it."""
+
 FORBIDDEN_MODULES = {
     "pickle",
     "_pickle",
@@ -88,6 +105,30 @@ def fail_at(found: list[str]) -> None:
     """Each entry starts with FILE:LINE, which terminals and editors follow."""
     if found:
         pytest.fail("\n".join(found), pytrace=False)
+
+
+def room(name: str) -> int:
+    """The number of a module's row in ROOMS; packages reach as far down as they go, single modules don't."""
+    outermost = {"megaconv"}
+    return next(
+        row
+        for row, members in enumerate(ROOMS)
+        for member in members
+        if name == member or (member not in outermost and name.startswith(member + "."))
+    )
+
+
+def test_rooms_of_megaconv_import_only_what_lies_below_them() -> None:
+    fail_at(
+        [
+            f"{path}:{item.line}: {name} imports {item.module}, which lies above it"
+            for name, path in modules("megaconv")
+            if name != "megaconv.megatron"
+            for item in imports(name, path)
+            if item.eager and top(item.module) == "megaconv" and is_module(item.module)
+            if item.module not in ("megaconv", "megaconv.megatron") and room(item.module) < room(name)
+        ]
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import family, family_of_hf
+from megaconv.megatron.arguments.read import from_arguments
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import TrainingState
 from megaconv.model.layout import Layout
-from megaconv.megatron.arguments.write import to_arguments
-from megaconv.megatron.arguments.read import from_arguments
 from tests.config_models import found_in_tensors
 
 Draw = st.DrawFn

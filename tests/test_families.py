@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
-from megaconv.model.config import ModelConfig
 from megaconv.engine.conversion import fingerprint
 from megaconv.errors import LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UsageError
 from megaconv.families import families
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import native_tensors
 from tests.models import write_llama

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.model.config import STRUCTURE, ModelConfig
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import families, family, family_of_hf
 from megaconv.families.parts.hf_config import config_json, load_config
+from megaconv.model.config import STRUCTURE, ModelConfig
 from tests.config_models import LLAMA, SCALED, SCALINGS, Raw, configs, in_new_words, in_old_words, raw_config, read
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import family
+from megaconv.model.config import ModelConfig
 from tests.config_models import (
     LLAMA_LIKE,
     SCALED,

@@ -15,8 +15,8 @@ from loaders import legacy as legacy_loader
 from megaconv.checkpoint import open_checkpoint
 from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UnknownFormat
-from megaconv.model.layout import LayerSplit
 from megaconv.megatron.states.legacy_names import flatten, nest, present
+from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
 from tests.models import write_llama

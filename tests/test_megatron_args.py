@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megaconv.model.config import ModelConfig
 from megaconv.engine.conversion import ConvertOptions, convert, fingerprint
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families.parts.hf_config import load_config
-from megaconv.model.layout import Layout
-from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.arguments.read import from_arguments, true_vocab
-from megaconv.options import SaveOptions
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
+from megaconv.options import SaveOptions
 from tests.config_models import (
     LLAMA,
     LLAMA3,

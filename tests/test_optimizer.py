@@ -16,8 +16,8 @@ import megaconv
 from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch, UsageError
-from megaconv.model.ir import Key
 from megaconv.megatron.optimizer.buffers import BufferParameter, fill, gaps
+from megaconv.model.ir import Key
 from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import read_rank_file

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 import megaconv
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import family_of_hf
+from megaconv.model.config import ModelConfig
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, OracleFailed, read_rank_file
 from tests.transformers_oracle import (

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from formats.tensor import ITEMSIZE, Box, LazyTensor, read_tensor
 from megaconv.engine.conversion import fingerprint
-from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.stream import ArrayTensor, as_lazy
+from megaconv.errors import NotExpressible, TensorMismatch
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 

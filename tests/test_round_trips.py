@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from formats.tensor import Box, read_tensor
+from megaconv.checkpoint import open_checkpoint
 from megaconv.engine import conversion
 from megaconv.engine.cast import CastTensor
-from megaconv.checkpoint import open_checkpoint
-from megaconv.model.config import config_differences
 from megaconv.engine.conversion import ConvertOptions, fingerprint
+from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.model.config import config_differences
 from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions
-from megaconv.engine.stream import as_lazy
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.strategies import Draw, stage_splits

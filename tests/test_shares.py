@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from formats.tensor import Box
 from megaconv.engine.conversion import ConvertOptions, prepare
+from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
+from megaconv.engine.shares import share_out
 from megaconv.errors import TensorMismatch
 from megaconv.model.natives import Region
 from megaconv.options import SaveOptions
-from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
-from megaconv.engine.shares import share_out
 from tests.models import write_llama
 
 

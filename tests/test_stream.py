@@ -14,14 +14,14 @@ import torch
 from formats.output import PlainFile
 from formats.tensor import Box, Bytes, LazyTensor, read_tensor
 from loaders import hf as loader
-from megaconv.engine import conversion
 from megaconv import registry
+from megaconv.engine import conversion
 from megaconv.engine.conversion import ConvertOptions
+from megaconv.engine.plan import OutputPlan
+from megaconv.engine.stream import MAX_WAITING, ArrayTensor, Stream, as_lazy
 from megaconv.errors import Cancelled, CheckpointError, TensorMismatch
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.options import LoadOptions, SaveOptions
-from megaconv.engine.plan import OutputPlan
-from megaconv.engine.stream import MAX_WAITING, ArrayTensor, Stream, as_lazy
 from savers import core as saver
 from tests.models import write_llama
 from tests.runs import unchanged

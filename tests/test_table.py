@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from formats.tensor import Shape, matrix_shape
-from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.table import Halves, OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible

@@ -102,9 +102,9 @@ def convert(
     """
     opt.check_model_type(model_type)
     from megaconv.engine.conversion import ConvertOptions
+    from megaconv.engine.ranks import started_ranks
     from megaconv.model.layout import LayerSplit
     from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
-    from megaconv.engine.ranks import started_ranks
 
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     pp, split_rank = opt.all_stages(pp, split_rank, encoder_pp)
@@ -137,10 +137,10 @@ def convert(
 
 
 def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
-    from megaconv.engine.conversion import convert as run
-    from megaconv.engine.conversion import load_options
     from megaconv.commands.inspection import readable
     from megaconv.commands.progress import Progress
+    from megaconv.engine.conversion import convert as run
+    from megaconv.engine.conversion import load_options
 
     try:
         with Progress(
@@ -175,8 +175,8 @@ def _print_from_base(report: Any) -> None:
 
 
 def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
-    from megaconv.engine.conversion import prepare
     from megaconv.commands.inspection import readable
+    from megaconv.engine.conversion import prepare
 
     _, report = prepare(load_dir, save_dir, saver, options)
     if as_json:
@@ -218,9 +218,9 @@ def fingerprint(
 
     Optimizer state, where there is any, has a hash of its own.
     """
+    from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import fingerprint as run
     from megaconv.options import LoadOptions
-    from megaconv.commands.progress import Progress
 
     options = LoadOptions(config, true_vocab_size, optimizer=optimizer)
     with Progress("reading", lambda: _size(path, options)) as progress:
@@ -242,9 +242,9 @@ def fingerprint(
 @app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
 def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
     """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs."""
-    from megaconv.options import LoadOptions
     from megaconv.commands.progress import Progress
     from megaconv.commands.verification import verify as run
+    from megaconv.options import LoadOptions
 
     options = LoadOptions(config, true_vocab_size)
     with Progress("verifying", lambda: _size(path, options)) as progress:
@@ -276,10 +276,10 @@ def diff(
     Optimizer state is compared where both have it.
     """
     from megaconv.commands.comparison import diff_sources
-    from megaconv.engine.conversion import open_source
-    from megaconv.options import LoadOptions
-    from megaconv.engine.plan import default_workers
     from megaconv.commands.progress import Progress
+    from megaconv.engine.conversion import open_source
+    from megaconv.engine.plan import default_workers
+    from megaconv.options import LoadOptions
 
     load = LoadOptions(optimizer=optimizer)
     left, right = open_source(a, None, load)[1], open_source(b, None, load)[1]

@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megaconv.api import convert, diff, fingerprint, inspect
+from megaconv.commands.comparison import diff_sources
+from megaconv.commands.inspection import inspect
+from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
+from megaconv.engine.plan import default_workers
 from megaconv.errors import ModelsDiffer
 from megaconv.families.llama import FAMILY
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import native_tensors
+from megaconv.options import SaveOptions
 
 _TEXT = """A checkpoint is a model at rest. Its tensors have names, shapes and values, and every tool has its own idea of
 how they should be called, fused, cut and stored. Converting one means to move every value to its new place, and to
@@ -80,13 +84,13 @@ def run(directory: Path | None) -> None:
         make_model(model)
         _show(model)
         print(f"\n2. megaconv convert --load-dir {model.name} --saver core --save-dir {tp2pp2.name} --tp 2 --pp 2")
-        convert(model, tp2pp2, saver="core", tp=2, pp=2)
+        convert(model, tp2pp2, "core", ConvertOptions(save=SaveOptions(tp=2, pp=2)))
         _show(tp2pp2)
         print(f"\n3. megaconv convert --load-dir {tp2pp2.name} --saver core --save-dir {tp4.name} --tp 4 --pp 1")
-        convert(tp2pp2, tp4, saver="core", tp=4, pp=1)
+        convert(tp2pp2, tp4, "core", ConvertOptions(save=SaveOptions(tp=4, pp=1)))
         _show(tp4)
         print(f"\n4. megaconv convert --load-dir {tp4.name} --saver hf --save-dir {back.name}")
-        convert(tp4, back, saver="hf")
+        convert(tp4, back, "hf", ConvertOptions())
         _show(back)
         print("\n5. Fingerprints: hashes of all weights, whatever the format and layout")
         _prove([model, tp2pp2, tp4, back])
@@ -96,7 +100,8 @@ def _prove(places: list[Path]) -> None:
     prints = {place: fingerprint(place).weights for place in places}
     for place, digest in prints.items():
         print(f"   {place.name:<14} {digest}")
-    if len(set(prints.values())) != 1 or not diff(places[0], places[-1]).same:
+    first, last = open_source(places[0])[1], open_source(places[-1])[1]
+    if len(set(prints.values())) != 1 or not diff_sources(first, last, default_workers(writing=False)).same:
         raise ModelsDiffer("the fingerprints are not equal: the conversion changed the model; please report this")
     print("   All equal: the same model, bit for bit.")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from formats.tensor import ITEMSIZE
-from megaconv.model.config import ModelConfig
 from megaconv.engine.conversion import open_source
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header
 from megaconv.options import LoadOptions
 

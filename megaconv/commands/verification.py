@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megaconv.engine.conversion import RECORD_NAME, open_source
-from megaconv.errors import CorruptCheckpoint
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
+from megaconv.engine.plan import default_workers
+from megaconv.errors import CorruptCheckpoint
 from megaconv.hub import resolve
 from megaconv.options import LoadOptions
-from megaconv.engine.plan import default_workers
 
 
 @dataclass(frozen=True)

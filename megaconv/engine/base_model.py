@@ -15,12 +15,12 @@ import numpy as np
 from formats.output import Record
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, row_blocks
-from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import MAX_BYTES
 from megaconv.engine.weight_files import is_weights, read_directory
+from megaconv.errors import TensorMismatch, UsageError
+from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
 
 _INSIDE = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """(beginning of a name, what stands there in a model that has a language model as a part)."""

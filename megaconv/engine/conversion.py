@@ -16,16 +16,16 @@ from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.cast import CastSource, dtype_name
-from megaconv.errors import Cancelled, ModelsDiffer, UsageError
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
-from megaconv.hub import resolve
-from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions, SaveOptions
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.transfer import Transfer
+from megaconv.errors import Cancelled, ModelsDiffer, UsageError
+from megaconv.hub import resolve
+from megaconv.model.ir import Header, Key, Source
+from megaconv.options import LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 RECORD_NAME = "megaconv.json"

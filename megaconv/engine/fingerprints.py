@@ -14,8 +14,8 @@ import numpy as np
 from blake3 import blake3
 
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
-from megaconv.model.ir import WEIGHT, Key, Source
 from megaconv.engine.plan import BLOCK_BYTES
+from megaconv.model.ir import WEIGHT, Key, Source
 
 
 def tensor_hasher(tensor: LazyTensor) -> Any:

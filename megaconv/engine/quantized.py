@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
 from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.families.parts.hf_config import quant_method
 
 Floats = NDArray[np.float32]
 
-METHODS = ("fp8", "mxfp4")
-"""quant_method of config.json."""
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _GROUP = 32
 """Elements of MXFP4 that share a scale."""
@@ -79,20 +78,6 @@ class Mxfp4Tensor:
             pairs *= _powers()[exponents][:, :, None]
         cols = slice(box.col0 - first * _GROUP, box.col1 - first * _GROUP)
         np.copyto(out, rounded(pairs.reshape(box.rows, -1)[:, cols], self.dtype))
-
-
-def quant_method(config: Mapping[str, Any], where: str) -> str | None:
-    """How config.json says that weights are quantized, None where they aren't. Raises NotExpressible for what can't be read."""
-    said = config.get("quantization_config")
-    if not said:
-        return None
-    method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else said
-    if method not in METHODS:
-        raise NotExpressible(
-            f"{where}: the weights are quantized ({method}); convert an unquantized copy of the model, "
-            f"or one quantized as {' or '.join(METHODS)}"
-        )
-    return str(method)
 
 
 def dequantize(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from formats.output import FileLayout
 from formats.tensor import ITEMSIZE
+from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import Key, TensorInfo
-from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
 
 
 @dataclass(frozen=True)

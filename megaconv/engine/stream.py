@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
-from megaconv.model.check import Ledger
 from megaconv.errors import Cancelled, TensorMismatch
+from megaconv.model.check import Ledger
 from megaconv.model.ir import Header, Key
 
 MAX_WAITING = 64

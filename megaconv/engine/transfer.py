@@ -20,13 +20,13 @@ from formats.output import FileLayout
 from formats.staging import StagedFile, Staging
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks, byte_count, matrix_shape
 from megaconv.engine.assembled import halved_rows, overlap, paired_rows, transpose, window
-from megaconv.errors import Cancelled, CheckpointError
 from megaconv.engine.fingerprints import tensor_hasher
-from megaconv.model.ir import Key
-from megaconv.model.natives import Region
 from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.shares import Share
 from megaconv.engine.stream import Stream
+from megaconv.errors import Cancelled, CheckpointError
+from megaconv.model.ir import Key
+from megaconv.model.natives import Region
 
 JOURNAL_SECONDS = 5.0
 """How often finished tensors are brought to disk and entered in the journal."""

@@ -10,10 +10,10 @@ from formats import safetensors, torch_zip
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
 from megaconv.engine.assembled import Placed, assemble
-from megaconv.model.check import same_names
-from megaconv.model.config import ModelConfig
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
+from megaconv.model.check import same_names
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, native_tensors

@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megaconv.model.check import well_formed
-from megaconv.model.config import ModelConfig
 from megaconv.errors import UnknownFamily
 from megaconv.families.parts.hf_config import load_config
+from megaconv.model.check import well_formed
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
 
 
@@ -57,7 +57,7 @@ REFUSED = {
 def families() -> dict[str, Family]:
     """All families by name."""
     found = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
+    for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg):
         family: Family = import_module(f"{__name__}.{module}").FAMILY
         found[family.name] = family
     return found

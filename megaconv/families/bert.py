@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, Row
 
 _CANONICAL = "encoder.layers.{l}."

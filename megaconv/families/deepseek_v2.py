@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.deepseek_v3 import LATENT_ATTENTION, latent_attention, latent_attention_words, require_only
 from megaconv.families.glm4_moe import SHARED, deepseek_expert_words, deepseek_experts
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.qwen2_moe import QWEN_EXPERTS
+from megaconv.model.config import ModelConfig
 
 ROWS = (EMBEDDING, *LATENT_ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *SHARED, *HEAD)
 

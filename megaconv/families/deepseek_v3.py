@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, deepseek_expert_words, deepseek_experts
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
 from megaconv.families.parts.mtp import with_mtp, without_missing
+from megaconv.families.qwen2_moe import QWEN_EXPERTS
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, OtherAxis, Row
 
 _HF = "model.layers.{l}.self_attn."

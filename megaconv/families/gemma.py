@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.model.config import ModelConfig
 
 ROWS = tuple(replace(row, legacy=None, meta=None) for row in LLAMA_ROWS)
 

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, shared_expert_rows
-from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.families.parts.hf_config import read_decoder, refuse, rotary_percent, write_decoder
 from megaconv.families.parts.mtp import with_mtp, without_missing
+from megaconv.families.qwen2_moe import QWEN_EXPERTS
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
 
 ROUTER_BIAS = Row(

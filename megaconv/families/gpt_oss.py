@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.deepseek_v3 import require_only
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import MOE_NORM
 from megaconv.families.parts.hf_config import layer_types, read_decoder, refuse, windowed_layers, write_decoder
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."

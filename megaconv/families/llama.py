@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, OtherAxis, RotaryPairs, Row
 
 _HF = "model.layers.{l}."

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.model.config import ModelConfig
 
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2}
 

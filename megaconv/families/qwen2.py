@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
 from megaconv.families.parts.hf_config import layer_types, read_decoder, refuse, windowed_layers, write_decoder
+from megaconv.model.config import ModelConfig
 
 _DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, expert_rows, shared_expert_rows
-from megaconv.families.qwen2 import qwen_window, qwen_window_words
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.qwen2 import qwen_window, qwen_window_words
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
 
 QWEN_EXPERTS = expert_rows(

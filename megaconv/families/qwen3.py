@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
-from megaconv.families.qwen2 import qwen_window, qwen_window_words
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.qwen2 import qwen_window, qwen_window_words
+from megaconv.model.config import ModelConfig
 
 _DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
 

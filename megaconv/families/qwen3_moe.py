@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_expert_words, qwen_experts
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_expert_words, qwen_experts
+from megaconv.model.config import ModelConfig
 
 ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *HEAD)
 

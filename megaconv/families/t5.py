@@ -8,10 +8,10 @@ and the other hasn't is refused.
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, Row
 
 _HEADS = "heads*head_dim"

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from formats.tensor import Box, Shape, matrix_shape
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.table import (
     Fused,

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
-from megaconv.engine.quantized import quant_method
+from megaconv.model.config import ModelConfig
 
 CONFIG_NAME = "config.json"
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _SCALING = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
 """What each kind of rope scaling needs."""
+
+QUANT_METHODS = ("fp8", "mxfp4")
+"""quant_method of config.json."""
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -114,6 +116,20 @@ def _refuse_unsupported(raw: Mapping[str, Any], activations: tuple[str, ...]) ->
             f"{CONFIG_NAME}: hidden_act {raw['hidden_act']!r} is not known in this architecture; expected {activations[0]}"
         )
     quant_method(raw, CONFIG_NAME)
+
+
+def quant_method(config: Mapping[str, Any], where: str) -> str | None:
+    """How config.json says that weights are quantized, None where they aren't. Raises NotExpressible for what can't be read."""
+    said = config.get("quantization_config")
+    if not said:
+        return None
+    method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else said
+    if method not in QUANT_METHODS:
+        raise NotExpressible(
+            f"{where}: the weights are quantized ({method}); convert an unquantized copy of the model, "
+            f"or one quantized as {' or '.join(QUANT_METHODS)}"
+        )
+    return str(method)
 
 
 def _rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:

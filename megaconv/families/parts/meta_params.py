@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.model.config import ModelConfig
 
 PARAMS_NAME = "params.json"
 KINDS = {"meta": "Meta's", "mistral": "Mistral's"}

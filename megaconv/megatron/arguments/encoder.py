@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFamily
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 
 

@@ -12,8 +12,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
+from megaconv.model.config import ModelConfig
 
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 """What both take a missing word for."""

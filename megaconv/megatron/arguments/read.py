@@ -8,12 +8,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
-from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megaconv.megatron.arguments.write import LLAMA3_SCALING, YARN, YARN_TRUNCATE
 from megaconv.megatron.arguments.encoder import POST_NORM, read_encoder
 from megaconv.megatron.arguments.latent import read_latent
+from megaconv.megatron.arguments.write import LLAMA3_SCALING, YARN, YARN_TRUNCATE
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import LayerSplit, Layout, split_layers
 
 
 def from_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> ModelConfig:

@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
-from megaconv.model.layout import Layout
 from megaconv.megatron.states.ranks import Ranks, Weights
+from megaconv.model.layout import Layout
 
 
 @dataclass(frozen=True)

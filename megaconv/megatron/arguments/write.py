@@ -8,11 +8,11 @@ Megatron-LM, core 0.4 to 0.19.
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import NotExpressible
-from megaconv.model.layout import Layout, split_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.training import TrainingState
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

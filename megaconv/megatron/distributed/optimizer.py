@@ -26,17 +26,17 @@ from formats.flattened import unflatten
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Placed
-from megaconv.model.check import well_formed
-from megaconv.model.config import ModelConfig
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
-from megaconv.model.layout import Chunk, Layout
-from megaconv.megatron.distributed.keys import unstack
-from megaconv.megatron.states.names import BUFFERS, module_order
-from megaconv.megatron.optimizer.source import Optimizers
 from megaconv.megatron.arguments.param_groups import class_of, group_class, read_group
+from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.optimizer.rank import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.optimizer.source import Optimizers
+from megaconv.megatron.states.names import BUFFERS, module_order
 from megaconv.megatron.states.ranks import RankId
+from megaconv.model.check import well_formed
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaconv.errors import UsageError
-from megaconv.model.ir import WEIGHT
 from megaconv.megatron.optimizer.plan import OptimizerWriter
 from megaconv.megatron.optimizer.training_output import Carried
+from megaconv.model.ir import WEIGHT
 from megaconv.model.natives import NativeTensor
-from megaconv.options import SaveOptions
 from megaconv.model.training import ADAM, MASTER
+from megaconv.options import SaveOptions
 
 _RESHARDABLE = "fully_reshardable"
 

@@ -13,19 +13,19 @@ from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
+from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
-from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.megatron.distributed.chunks import PlannedChunk, cut
 from megaconv.megatron.distributed.keys import stack
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
-from megaconv.megatron.states.names import extra_states
-from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
 from megaconv.megatron.optimizer.training_output import carry
+from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.megatron.states.names import extra_states
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.natives import NativeTensor, Region, native_tensors, rank_sizes
 from megaconv.options import SaveOptions
-from megaconv.engine.plan import OutputPlan, Placement
 
 
 def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:

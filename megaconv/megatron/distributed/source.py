@@ -16,8 +16,8 @@ from formats.errors import CorruptCheckpoint
 from megaconv.errors import UnknownFormat
 from megaconv.megatron.distributed.keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
 from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
-from megaconv.megatron.states.ranks import RankId, Ranks, Weights
 from megaconv.megatron.rank_files.source import RankSource
+from megaconv.megatron.states.ranks import RankId, Ranks, Weights
 from megaconv.options import LoadOptions
 
 _log = logging.getLogger("megaconv")

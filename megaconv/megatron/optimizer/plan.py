@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
 from megaconv.errors import NotExpressible
-from megaconv.model.ir import WEIGHT, Key, TensorInfo
-from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, fill, gaps
 from megaconv.megatron.arguments.param_groups import is_expert, write_group, write_order
+from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, fill, gaps
+from megaconv.model.ir import WEIGHT, Key, TensorInfo
 from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, OptimizerState
 

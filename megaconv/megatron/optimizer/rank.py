@@ -23,9 +23,9 @@ from formats.flattened import narrowed
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape, read_tensor
 from megaconv.errors import NotExpressible, TensorMismatch
-from megaconv.megatron.states.names import BUFFERS
-from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
 from megaconv.megatron.arguments.param_groups import Class, class_of, group_class, is_expert, read_group
+from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
+from megaconv.megatron.states.names import BUFFERS
 from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
 
 WITHOUT = "--no-optimizer converts the weights alone"

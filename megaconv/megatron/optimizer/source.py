@@ -10,15 +10,15 @@ from typing import Any
 from formats import rank_files, torch_zip
 from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Assembled, Placed, assemble
-from megaconv.model.check import listing, well_formed
 from megaconv.errors import TensorMismatch
-from megaconv.model.ir import Key, is_trained
-from megaconv.megatron.optimizer.master_check import CheckedMaster
-from megaconv.megatron.states.names import BUFFERS
 from megaconv.megatron.arguments.param_groups import group_class
-from megaconv.megatron.optimizer.rank import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
-from megaconv.megatron.states.ranks import RankId, Ranks
 from megaconv.megatron.arguments.sizes import Landmarks
+from megaconv.megatron.optimizer.master_check import CheckedMaster
+from megaconv.megatron.optimizer.rank import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
+from megaconv.megatron.states.names import BUFFERS
+from megaconv.megatron.states.ranks import RankId, Ranks
+from megaconv.model.check import listing, well_formed
+from megaconv.model.ir import Key, is_trained
 from megaconv.model.training import MASTER, SLOTS, OptimizerState, ParamGroup
 
 

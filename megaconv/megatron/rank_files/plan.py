@@ -11,20 +11,20 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, matrix_shape
-from megaconv.model.config import ModelConfig
+from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
-from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.training_output import Carried, carry
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.options import LOSSES, SaveOptions
-from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 
 DEFAULT_DIVISOR = 128
 

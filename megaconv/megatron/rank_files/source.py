@@ -5,32 +5,16 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from megaconv.engine.assembled import Placed, assemble
-from megaconv.model.check import same_names, well_formed
-from megaconv.model.config import STRUCTURE, ModelConfig
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME
-from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.model.layout import Chunk, Layout
-from megaconv.megatron.arguments.write import OPTIMIZATION
-from megaconv.megatron.distributed.optimizer import DistOptimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
-from megaconv.megatron.optimizer.source import (
-    Optimizers,
-    assemble_slots,
-    describe_optimizer,
-    open_optimizers,
-    optimizer_state,
-    read_scheduler,
-    untrained,
-)
-from megaconv.megatron.optimizer.rank import WITHOUT
-from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.megatron.arguments.read import from_arguments, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
     Landmarks,
@@ -40,12 +24,30 @@ from megaconv.megatron.arguments.sizes import (
     padded_rows,
     with_stacks,
 )
+from megaconv.megatron.arguments.write import OPTIMIZATION
+from megaconv.megatron.optimizer.rank import WITHOUT
+from megaconv.megatron.optimizer.source import (
+    Optimizers,
+    assemble_slots,
+    describe_optimizer,
+    open_optimizers,
+    optimizer_state,
+    read_scheduler,
+    untrained,
+)
 from megaconv.megatron.optimizer.training_output import NOT_APART
+from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.model.check import same_names, well_formed
+from megaconv.model.config import STRUCTURE, ModelConfig
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, native_tensors
-from megaconv.options import LoadOptions
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.model.table import canonical_shapes, second_names
 from megaconv.model.training import TrainingState
+from megaconv.options import LoadOptions
+
+if TYPE_CHECKING:
+    from megaconv.megatron.distributed.optimizer import DistOptimizer
 
 _log = logging.getLogger("megaconv")
 
@@ -57,7 +59,7 @@ class RankSource:
     listing: rank_files.RankFiles
     ranks: Ranks
     args: Namespace
-    dist: DistOptimizer | None = None
+    dist: "DistOptimizer | None" = None
     """The optimizer of a distributed checkpoint."""
 
     @property

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import CheckpointError, LayoutError, UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.architecture import check_against, model_from_flags
 from megatron_lite.arguments import NOT_YET, WITHOUT_EFFECT, flag_table, make_parser, parse
 from megatron_lite.config import Parallel, flags

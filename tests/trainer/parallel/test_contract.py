@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaconv.model.config import ModelConfig
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.natives import native_tensors
 from megatron_lite.grid import Grid, check_sizes, make_grid
