@@ -7,23 +7,26 @@ from hypothesis import strategies as st
 from megaconv.families import families
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
-from megaconv.model.table import NAMINGS, expressible
+from megaconv.model.naming import HF, LEGACY, META, NAMINGS, Naming
+from megaconv.model.table import expressible
 
 Draw = st.DrawFn
-
-VARIANTS = (*NAMINGS, "hf+stacked", "core+grouped", "core+legacy_grouped", "core_local+legacy_grouped", "meta+rows")
-"""Every naming that has words of its own."""
 
 
 def has_experts(family: str) -> bool:
     return any(row.of_experts for row in families()[family].rows)
 
 
+def stores_experts(naming: Naming) -> bool:
+    """Whether it is about how experts are stored."""
+    return any(variant.endswith(("grouped", "stacked")) for variant in naming.variants)
+
+
 SPELLED = [
     (family, naming)
     for family, table in sorted(families().items())
-    for naming in VARIANTS
-    if expressible(table.rows, naming) and (not naming.endswith(("grouped", "stacked")) or has_experts(family))
+    for naming in NAMINGS
+    if expressible(table.rows, naming) and (has_experts(family) or not stores_experts(naming))
 ]
 """(family, naming) for all that can be said."""
 
@@ -36,10 +39,10 @@ def has_mtp(family: str) -> bool:
     return any(row.stage == "mtp" for row in families()[family].rows)
 
 
-def speaks_of(family: str, naming: str, feature: str) -> bool:
+def speaks_of(family: str, naming: Naming, feature: str) -> bool:
     """Whether a naming has words for all that a feature brings to a family."""
     rows = [row for row in families()[family].rows if feature in (row.when or "").split()]
-    return all(row.spelling(naming) is not None for row in rows)
+    return all(row.spelling(naming) for row in rows)
 
 
 @st.composite
@@ -67,14 +70,14 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
 
 
 @st.composite
-def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> ModelConfig:
+def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "shared_gate", "router_bias")
     config = ModelConfig(
         family=family,
         layers=layers,
-        hidden=(tp if naming == "meta" else 1) * draw(st.integers(1, 9)),
+        hidden=(tp if naming == META else 1) * draw(st.integers(1, 9)),
         heads=kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3))),
         kv_heads=kv_heads,
         head_dim=2 * draw(st.integers(1, 2)),
@@ -87,10 +90,10 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
         **{name: speaks_of(family, naming, name) and draw(st.booleans()) for name in features},
     )
     if family == "bert":
-        old = naming in ("hf", "legacy") and draw(st.booleans())
+        old = naming in (HF, LEGACY) and draw(st.booleans())
         return replace(config, post_norm=old, token_types=draw(st.integers(0, 2)), binary_head=draw(st.booleans()))
     if family == "t5":
-        kinds = ("rope", "learned", "relative") if naming != "legacy" else ("rope", "learned")
+        kinds = ("rope", "learned", "relative") if naming != LEGACY else ("rope", "learned")
         flags = {name: draw(st.booleans()) for name in ("gated", "final_norm", "head_bias")}
         sizes = {"encoder_layers": draw(st.integers(1, 4)), "relative_buckets": draw(st.integers(1, 8))}
         norm = draw(st.sampled_from(("RMSNorm", "LayerNorm")))
@@ -117,12 +120,12 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
 
 
 @st.composite
-def sharded_models(draw: Draw) -> tuple[ModelConfig, str, Layout]:
+def sharded_models(draw: Draw) -> tuple[ModelConfig, Naming, Layout]:
     """A model, a naming that can say it, and a layout that it can be cut to."""
     family, naming = draw(st.sampled_from(SPELLED))
     tp, ep = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1
     etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp])) if has_experts(family) else 1
     config = draw(models(family, naming, tp, ep, etp))
-    if config.encoder_layers and naming.startswith(("core", "legacy")) and draw(st.booleans()):
+    if config.encoder_layers and naming.scheme in ("core", "legacy") and draw(st.booleans()):
         return config, naming, draw(layouts_apart(config, tp))
     return config, naming, draw(layouts(config.layers, tp, ep, etp))

@@ -11,6 +11,7 @@ from formats.chunked import ChunkedTensor
 from formats.tensor import FileTensor, read_tensor
 from megaconv.families import families
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from tests.conftest import FIXTURES
 from tests.put_together import elements, put_together
@@ -54,7 +55,7 @@ def assert_holds_weights(path: Path, expected: dict[str, FileTensor]) -> None:
     config = checkpoint.config
     whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
     rows = families()[config.family].rows
-    natives = [n for n in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab) if not n.tied_copy]
+    natives = [n for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab) if n.copy is None]
     assert {native.name for native in natives} == set(expected)
     for native in natives:
         wanted = expected[native.name]

@@ -14,7 +14,7 @@ from megaconv.families.parts.hf_config import read_decoder, refuse, write_decode
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.config import ModelConfig
 
-ROWS = (EMBEDDING, *LATENT_ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *SHARED, *HEAD)
+ROWS = (EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *SHARED, *HEAD)
 
 _DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _LATENT_DEFAULTS = {

@@ -54,7 +54,7 @@ LATENT_ATTENTION = (
         hf=_HF + "o_proj.weight",
         core=_CORE + "linear_proj.weight"),
 )  # fmt: skip
-ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
+ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
 _DEFAULTS = {"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
 _LATENT_DEFAULTS = {

@@ -5,7 +5,6 @@ the embedding: like Megatron-Bridge and NeMo we leave the weights as they are, a
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import NotExpressible, UnknownFamily
@@ -15,7 +14,7 @@ from megaconv.families.llama import ROWS as LLAMA_ROWS
 from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
 from megaconv.model.config import ModelConfig
 
-ROWS = tuple(replace(row, legacy=None, meta=None) for row in LLAMA_ROWS)
+ROWS = tuple(row.without("legacy", "meta") for row in LLAMA_ROWS)
 
 _DEFAULTS = {
     "num_key_value_heads": 16,

@@ -7,7 +7,7 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.hf_config import read_hf_common, refuse
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Fused, Row, Transposed
+from megaconv.model.table import Copied, Fused, Row, Transposed
 
 _HF = "transformer.h.{l}."
 _CORE = "decoder.layers.{l}."
@@ -19,8 +19,8 @@ ROWS = (
         hf="transformer.wte.weight",
         core="embedding.word_embeddings.weight",
         legacy="language_model.embedding.word_embeddings.weight",
-        tied_copy={"hf": ("lm_head.weight",), "core": ("output_layer.weight",), "core_local": ("output_layer.weight",),
-                   "legacy": ("word_embeddings_for_head.weight",)}),
+        copies=(Copied("head", {"hf": ("lm_head.weight",), "core": ("output_layer.weight",),
+                                "legacy": ("word_embeddings_for_head.weight",)}),)),
     Row("positions.weight", ("max_positions hidden",), stage="first",
         hf="transformer.wpe.weight",
         core="embedding.position_embeddings.weight",

@@ -20,7 +20,7 @@ _SHARED_GATE = Row(
     hf="model.layers.{l}.mlp.shared_expert_gate.weight",
     core="decoder.layers.{l}.mlp.shared_experts.gate_weight",
 )  # fmt: skip
-ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
 
 _DEFAULTS = {"num_key_value_heads": 16, "max_position_embeddings": 32768}
 

@@ -10,7 +10,7 @@ from megaconv.families.parts.hf_config import read_decoder, refuse, write_decode
 from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_expert_words, qwen_experts
 from megaconv.model.config import ModelConfig
 
-ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *HEAD)
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *HEAD)
 
 _DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 

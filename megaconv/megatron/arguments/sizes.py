@@ -39,7 +39,7 @@ class Landmarks:
     """In front of BERT's head."""
 
 
-CORE = Landmarks(
+CORE_LANDMARKS = Landmarks(
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "encoder.",
@@ -55,7 +55,7 @@ CORE = Landmarks(
     "embedding.tokentype_embeddings.weight",
     "lm_head.output_layer.bias",
 )
-LEGACY = Landmarks(
+LEGACY_LANDMARKS = Landmarks(
     "language_model.embedding.word_embeddings.weight",
     "language_model.embedding.position_embeddings.weight",
     "language_model.encoder.",

@@ -6,7 +6,7 @@ up] into a piece of either for every rank, q, k, v into runs of whole groups.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from formats.tensor import Box, Shape, matrix_shape
@@ -81,4 +81,4 @@ def _inside(regions: tuple[Region, ...], box: Box) -> Iterator[Region]:
         if found is not None:
             down, right = region.box.row0 - region.row, region.box.col0 - region.col
             canonical = Box(found.row0 + down, found.row1 + down, found.col0 + right, found.col1 + right)
-            yield replace(region, box=canonical, row=found.row0 - box.row0, col=found.col0 - box.col0)
+            yield region._replace(box=canonical, row=found.row0 - box.row0, col=found.col0 - box.col0)

@@ -1,0 +1,63 @@
+"""The sizes of a model that parallelism shards, and what a rank has of them."""
+
+from typing import NamedTuple
+
+from megaconv.errors import LayoutError
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout, divide
+
+
+class Sharded(NamedTuple):
+    """A size that a kind of parallelism divides."""
+
+    size: str
+    over: str
+    """`tp` (tensor), `etp` (expert tensor) or `ep` (expert parallelism)."""
+    when: str | None = None
+    """The feature that some layer has to have for any tensor to be of this size."""
+    share: str | None = None
+    """What a rank's share is called where shapes need the whole size too."""
+
+
+SHARDED = (
+    Sharded("heads", "tp"),
+    Sharded("kv_heads", "tp"),
+    Sharded("ffn", "tp", when="dense"),
+    Sharded("shared_ffn", "tp"),
+    Sharded("moe_ffn", "etp", when="moe"),
+    Sharded("experts", "ep", when="moe", share="local_experts"),
+)
+"""A new size that parallelism shards is a new line here."""
+
+RANKS = {
+    "tp": "tensor parallel size (tp)",
+    "etp": "expert tensor parallel size (etp)",
+    "ep": "expert parallel size (ep)",
+}
+"""For messages."""
+
+
+def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = False) -> dict[str, int]:
+    """The sizes of one rank's share. Raises LayoutError for what can't be sharded.
+
+    shares_heads: whether several tensor ranks may share a key/value head, as Megatron core's do where there are more ranks
+    than such heads; each then attends with one.
+    """
+    whole, parallel = config.sizes(), layout.sizes()
+    sizes = dict(whole)
+    for size, over, when, share in SHARDED:
+        if when is None or any(config.has(when, layer) for layer in range(config.layers)):
+            if size == "kv_heads" and shares_heads and parallel[over] > whole[size]:
+                sizes[size] = _shared_head(whole[size], layout.tp)
+            else:
+                sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
+    return sizes
+
+
+def _shared_head(kv_heads: int, tp: int) -> int:
+    if tp % kv_heads:
+        raise LayoutError(
+            f"kv_heads = {kv_heads} can't be shared by {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}, "
+            f"or a multiple of {kv_heads}"
+        )
+    return 1
