@@ -37,6 +37,12 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         style = ModelStyle(naming, core_order(family(header.config.family).rows, naming), extra_states)
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
+    if layout.tp > header.config.kv_heads:
+        _log.warning(
+            "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core knows from 0.16 on",
+            header.config.kv_heads,
+            layout.tp,
+        )
     if header.config.embedding_scale is not None:
         _log.warning(
             "the embedding is scaled by %.6g: Megatron core's GPTModel doesn't do that; build the model as Megatron-Bridge and NeMo do",

@@ -73,12 +73,16 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
+    heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
+    shares_heads = naming.scheme == "core" and heads > kv_heads and not has_latent_attention(family)
+    if shares_heads and draw(st.booleans()):
+        kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
     features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "shared_gate", "router_bias")
     config = ModelConfig(
         family=family,
         layers=layers,
         hidden=(tp if naming == META else 1) * draw(st.integers(1, 9)),
-        heads=kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3))),
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=2 * draw(st.integers(1, 2)),
         ffn=tp * draw(st.integers(1, 4)),

@@ -279,6 +279,30 @@ def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
     assert rows_of(second) == "q4 q5 q6 q7 k2 k3 v2 v3"
 
 
+def test_with_more_ranks_than_key_value_groups_each_has_an_even_share_of_the_rows() -> None:
+    """As Attention of megatron-core 0.16 gathers them: whatever group they belong to."""
+    config = replace(EVERYTHING, layers=1, hidden=1)
+    for kind in ("weight", "bias"):
+        name = f"decoder.layers.0.self_attention.linear_qkv.{kind}"
+        ranks = only(config, CORE, Layout(tp=4, stage_layers=(1,)), name)
+        assert [rows_of(native) for native in ranks] == ["q0 q1 q2 q3", "k0 k1 v0 v1", "q4 q5 q6 q7", "k2 k3 v2 v3"]
+        assert [native.groups for native in ranks] == [2] * 4
+
+
+@pytest.mark.parametrize("naming", [LEGACY, META])
+def test_other_naming_schemes_have_no_shared_key_value_heads(naming: Naming) -> None:
+    with pytest.raises(LayoutError, match=r"kv_heads = 2 .*\(tp\) = 4.*only Megatron core from 0\.16"):
+        list(rank_tensors(everything("llama", naming), naming, Layout(tp=4, stage_layers=(2,))))
+
+
+def test_a_share_of_rows_that_is_no_whole_number_is_refused() -> None:
+    config = replace(EVERYTHING, heads=8, head_dim=1, kv_heads=2)
+    with pytest.raises(
+        LayoutError, match=r"rows of decoder\.layers\.\{l\}\.self_attention\.linear_qkv\.weight = 12 .* = 8"
+    ):
+        list(rank_tensors(replace(config, ffn=8), CORE, Layout(tp=8, stage_layers=(2,))))
+
+
 def test_without_groups_every_head_has_its_q_k_and_v_together() -> None:
     config = replace(EVERYTHING, layers=1, hidden=1, heads=2, kv_heads=2, head_dim=1)
     (fused,) = only(config, CORE_LOCAL, Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight")
@@ -469,6 +493,7 @@ def test_a_name_that_no_row_has_is_an_error_that_names_it() -> None:
         ({"heads": 6, "kv_heads": 4}, "heads = 6"),
         ({"heads": 12, "kv_heads": 6}, "kv_heads = 6"),
         ({"heads": 12, "kv_heads": 3}, "kv_heads = 3"),
+        ({"heads": 6, "kv_heads": 2}, "heads = 6"),
         ({"heads": 8, "kv_heads": 4, "ffn": 6}, "ffn = 6"),
     ],
 )

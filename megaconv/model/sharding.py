@@ -47,17 +47,18 @@ def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = Fals
     sizes = dict(whole)
     for size, over, when, share in SHARDED:
         if when is None or any(config.has(when, layer) for layer in range(config.layers)):
-            if size == "kv_heads" and shares_heads and parallel[over] > whole[size]:
-                sizes[size] = _shared_head(whole[size], layout.tp)
+            if size == "kv_heads" and layout.tp > whole[size]:
+                sizes[size] = _shared_head(whole[size], layout.tp, allowed=shares_heads)
             else:
                 sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
     return sizes
 
 
-def _shared_head(kv_heads: int, tp: int) -> int:
+def _shared_head(kv_heads: int, tp: int, *, allowed: bool) -> int:
+    """Source: TransformerConfig.__post_init__ and Attention of megatron-core 0.16.1; 0.15.3 refuses such a model."""
+    found = f"kv_heads = {kv_heads} can't be divided over {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}"
+    if not allowed:
+        raise LayoutError(f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head)")
     if tp % kv_heads:
-        raise LayoutError(
-            f"kv_heads = {kv_heads} can't be shared by {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}, "
-            f"or a multiple of {kv_heads}"
-        )
+        raise LayoutError(f"{found}, or a multiple of it")
     return 1

@@ -2,7 +2,7 @@
 
 A native tensor as a single rank holds it becomes part of a global one: of its layer and its expert, where these are
 stacked. It is cut along the axis that tensor parallelism cuts, so that a rank reads no more than it needs: a fused [gate;
-up] into a piece of either for every rank, q, k, v into runs of whole groups.
+up] into a piece of either for every rank, q, k, v into runs of whole groups, or of rows where there are more ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,9 +56,9 @@ def cut(
 
 
 def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
-    """Runs of rows that belong to one rank, which has an equal share of every part."""
+    """Runs of rows that belong to one rank, which has an equal share of every part: of the rows, where it can't have whole groups."""
     rows, _ = matrix_shape(native.shape)
-    if len(native.parts) == 1:
+    if len(native.parts) == 1 or (native.groups is not None and ranks > native.groups):
         step = rows // ranks
         return [range(start, start + step) for start in range(0, rows, step)]
     owners: dict[int, int] = {}
