@@ -404,6 +404,55 @@ def test_meta_cuts_the_embedding_by_columns() -> None:
     assert [native.parts["embed.weight"][0].box for native in halves] == [(0, 10, 0, 3), (0, 10, 3, 6)]
 
 
+GATED = (
+    Row(
+        "layers.{l}.attn.{q|gate|k|v}.weight",
+        (*("heads*head_dim hidden",) * 2, *("kv_heads*head_dim hidden",) * 2),
+        tp=0,
+        hf=(Fused("h.{l}.q_proj", groups="heads", members=(0, 1)), "h.{l}.{k|v}_proj"),
+        core=Fused("decoder.layers.{l}.linear_qkv", groups="kv_heads"),
+    ),
+    Row("layers.{l}.mixer.conv", ("heads*head_dim 1 3",), tp=0, hf="h.{l}.conv", core="decoder.layers.{l}.conv"),
+)
+"""Rows of Qwen3-Next's kind: a query and its output gate joined head by head, and a convolution [channels, 1, kernel]."""
+
+
+def of_rows(rows: tuple[Row, ...], config: ModelConfig, naming: Naming, tp: int) -> Iterator[NativeTensor]:
+    for rank in range(tp):
+        layout = Layout(tp, stage_layers=(config.layers,))
+        yield from native_tensors(rows, config, naming, layout, rank, next(layout.chunks()), config.vocab * tp)
+
+
+def test_one_row_may_be_several_native_tensors_that_each_join_several() -> None:
+    config = replace(EVERYTHING, layers=1, hidden=1)
+    whole = {native.name: native for native in of_rows(GATED, config, HF, 1)}
+    assert list(whole) == ["h.0.q_proj", "h.0.k_proj", "h.0.v_proj", "h.0.conv"]
+    assert rows_of(whole["h.0.q_proj"]) == "q0 q1 gate0 gate1 q2 q3 gate2 gate3 q4 q5 gate4 gate5 q6 q7 gate6 gate7"
+    assert rows_of(whole["h.0.v_proj"]) == "v0 v1 v2 v3"
+    first, _, second, _ = of_rows(GATED, config, CORE, 2)
+    assert rows_of(first) == "q0 q1 q2 q3 gate0 gate1 gate2 gate3 k0 k1 v0 v1"
+    assert rows_of(second) == "q4 q5 q6 q7 gate4 gate5 gate6 gate7 k2 k3 v2 v3"
+    assert [rows_of(n) for n in of_rows(GATED[:1], config, CORE, 4)] == [
+        *("q0 q1 q2 q3 gate0 gate1", "gate2 gate3 k0 k1 v0 v1"),
+        *("q4 q5 q6 q7 gate4 gate5", "gate6 gate7 k2 k3 v2 v3"),
+    ]
+
+
+@pytest.mark.parametrize(("naming", "tp"), [(HF, 1), (CORE, 1), (CORE, 2), (CORE, 4)])
+def test_rows_of_several_tensors_and_of_inner_axes_split_into_the_same_model(naming: Naming, tp: int) -> None:
+    shapes = canonical_shapes(GATED, EVERYTHING)
+    assert shapes["layers.1.mixer.conv"] == (8, 1, 3)
+    numbers = np.arange(sum(map(prod, shapes.values())))
+    ends = np.cumsum([prod(shape) for shape in shapes.values()])[:-1]
+    parts = zip(shapes.items(), np.split(numbers, ends), strict=True)
+    labels = {name: part.reshape(matrix_shape(shape)) for (name, shape), part in parts}
+    found = {name: np.full_like(label, PADDING) for name, label in labels.items()}
+    for native in of_rows(GATED, EVERYTHING, naming, tp):
+        assert native.shape[1:] == ((1, 3) if native.name.endswith("conv") else (EVERYTHING.hidden,))
+        split(native, join(native, labels), found)
+    assert all(np.array_equal(found[name], labels[name]) for name in labels)
+
+
 # The small language of the tables.
 
 

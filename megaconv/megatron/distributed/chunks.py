@@ -8,6 +8,7 @@ up] into a piece of either for every rank, q, k, v into runs of whole groups, or
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.engine.assembled import overlap
@@ -45,14 +46,24 @@ def cut(
     for run in row_runs:
         for col in range(0, cols, width):
             box = Box(run.start, run.stop, col, col + width)
-            vector = len(native.shape) == 1
-            offset, shape = ((run.start,), (len(run),)) if vector else ((run.start, col), (len(run), width))
+            offset, shape = _axes(native.shape, run, range(col, col + width))
             parts = {name: tuple(_inside(regions, box)) for name, regions in native.parts.items()}
             padding = range(min(max(0, filled - run.start), len(run)), len(run))
             yield PlannedChunk(
                 key, (*place, *offset), (*(1,) * len(place), *shape), dtype, width,
                 {name: regions for name, regions in parts.items() if regions or padding}, slot, padding,
             )  # fmt: skip
+
+
+def _axes(whole: Shape, rows: range, cols: range) -> tuple[Shape, Shape]:
+    """(offset, shape) of a rectangle in the axes of the tensor, those between the first and the last whole."""
+    if len(whole) == 1:
+        return (rows.start,), (len(rows),)
+    inner = whole[1:-1]
+    return (
+        (rows.start // prod(inner), *(0,) * len(inner), cols.start),
+        (len(rows) // prod(inner), *inner, len(cols)),
+    )
 
 
 def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
