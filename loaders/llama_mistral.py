@@ -34,6 +34,7 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import STRUCTURE
 from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import META, META_ROWS
 from megaconv.model.natives import native_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import LoadOptions
@@ -176,7 +177,7 @@ def _assemble(shards: Shards, config: ModelConfig) -> dict[Key, LazyTensor]:
 def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
     """Every tensor of every shard in its place. Raises TensorMismatch for missing and unknown ones."""
     embedding = next(iter(shards.values()))["tok_embeddings.weight"]
-    naming = "meta+rows" if embedding.shape[-1] == config.hidden else "meta"
+    naming = META_ROWS if embedding.shape[-1] == config.hidden else META
     layout, whole = Layout(tp=len(shards)), Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     table = family(config.family)
     for rank, (where, shard) in enumerate(shards.items()):
@@ -186,7 +187,7 @@ def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
         natives = [
             native
             for native in native_tensors(table.rows, config, naming, layout, rank, whole, config.vocab)
-            if not native.tied_copy or native.name in found
+            if native.copy is None or native.name in found
         ]
         same_names([native.name for native in natives], found, where)
         yield from (Placed(native, found[native.name], where) for native in natives)

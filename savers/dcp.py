@@ -12,6 +12,7 @@ from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
 
@@ -25,8 +26,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
     whole, stored = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True), DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
-    for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab):
-        if native.tied_copy:
+    for native in native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab):
+        if native.copy is not None:
             continue
         dtype = header.manifest[Key(next(iter(native.parts)))].dtype
         start = (0,) * len(native.shape)

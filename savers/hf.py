@@ -15,6 +15,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
 
@@ -30,8 +31,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         config = changed(config, {"head.activation": config.mlp.activation})
     written = table.write_hf(config)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    listed = list(native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab))
-    natives = [native for native in listed if not native.tied_copy or native.mtp_copy]
+    listed = list(native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab))
+    natives = [native for native in listed if native.copy is None or native.copy.written]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}
     files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()

@@ -18,6 +18,7 @@ from megaconv.families import family
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import META, META_ROWS
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
 
@@ -31,7 +32,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _check(kind, options)
     files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
-    naming = "meta" if kind == "meta" and not is_llama3(config) else "meta+rows"
+    naming = META if kind == "meta" and not is_llama3(config) else META_ROWS
     layout = Layout(tp=options.tp or 1)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     placements: dict[Key, list[Placement]] = {}

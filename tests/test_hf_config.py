@@ -119,7 +119,11 @@ def test_a_config_that_cannot_be_is_refused(name: str, words: Raw, error: type[C
 @pytest.mark.parametrize(
     ("name", "features", "message"),
     [
-        ("llama", {"attention.qk_norm": True}, "attention.qk_norm is True, which LlamaForCausalLM can't represent"),
+        (
+            "llama",
+            {"attention.qk_norm": True},
+            "attention.qk_norm is True, which LlamaForCausalLM's config.json can't represent",
+        ),
         ("llama", {"layers.window": 8}, "layers.window is 8"),
         ("llama", {"attention.qkv_bias": True}, "attention.o_bias is False"),
         ("llama", {"attention.o_bias": True}, "attention.o_bias is True"),

@@ -146,7 +146,9 @@ def test_neighbours_that_rotate_together_are_refused() -> None:
 def test_heads_that_rotate_in_part_do_not_become_a_llama() -> None:
     config = from_arguments(Namespace(**(arguments(LLAMA) | {"rotary_percent": 0.5})), found_in_tensors(LLAMA))
     assert config.positions.rotary_percent == 0.5
-    with pytest.raises(NotExpressible, match=r"positions.rotary_percent is 0.5, which LlamaForCausalLM can't"):
+    with pytest.raises(
+        NotExpressible, match=r"positions.rotary_percent is 0.5, which LlamaForCausalLM's config.json can't"
+    ):
         family("llama").write_hf(config)
 
 

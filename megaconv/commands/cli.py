@@ -335,11 +335,12 @@ NAMINGS_SHOWN = ("hf", "core", "legacy", "meta")
 def _families() -> tuple[dict[str, list[str]], dict[str, dict[str, bool]]]:
     """(classes of transformers, whether each naming has words) of every family; from the tables themselves."""
     from megaconv.families import families
+    from megaconv.model.naming import Naming
     from megaconv.model.table import expressible
 
     known = {name: list(family.architectures) for name, family in families().items()}
     matrix = {
-        name: {naming: expressible(family.rows, naming, family.features) for naming in NAMINGS_SHOWN}
+        name: {naming: expressible(family.rows, Naming(naming), family.features) for naming in NAMINGS_SHOWN}
         for name, family in families().items()
     }
     return known, matrix

@@ -208,13 +208,18 @@ def assemble(
     dtypes: dict[str, str] = {}
     for item in placed:
         check_shape(item)
-        again = item.native.tied_copy or (item.native.replicated and any(name in parts for name in item.native.parts))
+        copy = item.native.copy
+        again = copy is not None or (item.native.replicated and any(name in parts for name in item.native.parts))
         tensor = item.tensor if item.native.view is None else reshaped(item.tensor, item.native.view)
         for name, regions in item.native.parts.items():
             found = [Part(region, tensor) for region in regions]
             if again:
                 copies.setdefault(name, []).extend(
-                    Copy(part, f"the copy {item.native.name} in {item.where}", strict or item.native.essential)
+                    Copy(
+                        part,
+                        f"the copy {item.native.name} in {item.where}",
+                        strict or (copy is not None and copy.must_equal),
+                    )
                     for part in found
                 )
                 continue

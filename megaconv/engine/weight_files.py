@@ -16,6 +16,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes
 
@@ -71,7 +72,7 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
 
 
 def whole_model(
-    family: Family, config: ModelConfig, naming: str, found: Mapping[str, LazyTensor], where: str
+    family: Family, config: ModelConfig, naming: Naming, found: Mapping[str, LazyTensor], where: str
 ) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
     """The canonical tensors of a model that isn't cut, and its configuration completed by them. where: for messages.
 
@@ -86,7 +87,7 @@ def whole_model(
     most = len(kept) + 1  # of more layers some have to be missing
     bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
     whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
-    spellings = [naming, "hf+stacked"] if naming == "hf" and any(name.endswith(_STACKED) for name in kept) else [naming]
+    spellings = [naming, HF_STACKED] if naming == HF and any(name.endswith(_STACKED) for name in kept) else [naming]
     natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
@@ -94,10 +95,10 @@ def whole_model(
 
 
 def _expected(
-    family: Family, config: ModelConfig, naming: str, whole: Chunk, found: Mapping[str, LazyTensor]
+    family: Family, config: ModelConfig, naming: Naming, whole: Chunk, found: Mapping[str, LazyTensor]
 ) -> list[NativeTensor]:
     natives = native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
-    return [native for native in natives if not native.tied_copy or native.name in found]
+    return [native for native in natives if native.copy is None or native.name in found]
 
 
 def _fitting(found: Mapping[str, LazyTensor], natives: list[NativeTensor]) -> int:

@@ -19,7 +19,7 @@ _SHARED_GATE = Row(
     hf="model.layers.{l}.mlp.shared_expert_gate.weight",
     core="decoder.layers.{l}.mlp.shared_experts.gate_weight",
 )  # fmt: skip
-ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
 
 
 def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]:

@@ -30,13 +30,15 @@ from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
 from megaconv.megatron.arguments.param_groups import class_of, group_class, read_group
 from megaconv.megatron.distributed.keys import unstack
+from megaconv.megatron.optimizer.plan import once
 from megaconv.megatron.optimizer.rank import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
 from megaconv.megatron.optimizer.source import Optimizers
-from megaconv.megatron.states.names import BUFFERS, module_order
+from megaconv.megatron.states.names import BUFFERS, core_order
 from megaconv.megatron.states.ranks import RankId
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import Naming, core_naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
 
@@ -263,13 +265,13 @@ class DistOptimizer:
                     made.append(Placed(native, tensor, where, result.slots[key], result.group_of[key]))
         return Optimizers(by_rank), made
 
-    def _naming(self, config: ModelConfig) -> str:
+    def _naming(self, config: ModelConfig) -> Naming:
         engine = getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
-        naming = "core" if engine else "core_local"
+        experts = ""
         if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
             legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
-            naming += "+legacy_grouped" if legacy else "+grouped"
-        return naming
+            experts = "legacy_grouped" if legacy else "grouped"
+        return core_naming("transformer_engine" if engine else "local", experts)
 
     def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
         """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""
@@ -323,7 +325,7 @@ class _Ranks:
     config: ModelConfig
     layout: Layout
     padded: int
-    naming: str
+    naming: Naming
     dtypes: Mapping[str, str]
     """Of weights, by canonical name."""
 
@@ -337,7 +339,7 @@ class _Ranks:
         """Parameters in the order of the modules."""
         rows = family(self.config.family).rows
         tied = self.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {row.canonical for row in rows if row.tied_copy and tied}
+        embeddings = {row.canonical for row in rows if tied and any(row.copied_with("head"))}
         found = []
         for chunk in self.layout.chunks():
             if chunk.pp_rank != rank.pp:
@@ -354,6 +356,7 @@ class _Ranks:
         kept = [
             native
             for native in natives
-            if not (native.tied_copy and chunk.is_first) and not native.name.endswith(BUFFERS)
+            if (native.copy is None or native.copy.written) and not native.name.endswith(BUFFERS)
         ]
-        return sorted(kept, key=lambda native: module_order(native.name))
+        order = core_order(rows, self.naming)
+        return once(sorted(kept, key=lambda native: order(native.name)))

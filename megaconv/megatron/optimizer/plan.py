@@ -208,3 +208,11 @@ class OptimizerWriter:
         for parameter in parameters:
             held = slot if self.has(parameter.native, slot) else WEIGHT
             yield Piece(parameter.native, held, record, buffer.offset(parameter.label))
+
+
+def once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
+    """Without second names: a model's parameters list such a tensor where its first name comes."""
+    first: dict[tuple[str, ...], NativeTensor] = {}
+    for native in natives:
+        first.setdefault(tuple(native.parts), native)
+    return list(first.values())

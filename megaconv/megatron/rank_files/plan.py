@@ -18,26 +18,26 @@ from megaconv.families import family
 from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
-from megaconv.megatron.optimizer.plan import Parameter, Piece
+from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.training_output import Carried, carry
+from megaconv.megatron.states.order import ModuleOrder
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
+from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.options import LOSSES, SaveOptions
 
 DEFAULT_DIVISOR = 128
-
-NameOrder = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ModelStyle:
     """How a kind of Megatron model is written."""
 
-    naming: str
-    order: Callable[[str], NameOrder]
+    naming: Naming
+    order: ModuleOrder
     """Sorts names as the model's own state_dict lists them."""
     extra_states: Callable[[Collection[str]], Mapping[str, bool]]
     """The `_extra_state` entries that go with these names -> whether each is an empty tensor (else None)."""
@@ -232,11 +232,13 @@ class _Planner:
         if writer is None:
             return None
         tied = self.header.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {row.canonical for row in family(self.header.config.family).rows if row.tied_copy and tied}
+        embeddings = {
+            row.canonical for row in family(self.header.config.family).rows if tied and any(row.copied_with("head"))
+        }
         parameters = [
             Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
             for model, natives in models.items()
-            for native in _once(natives)
+            for native in once(natives)
             if writer.trains(native)
         ]
         if not self.options.distributed_optimizer:
@@ -261,8 +263,7 @@ class _Planner:
         config, naming = self.header.config, self.style.naming
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
-        # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.embeds)]
+        kept = [native for native in natives if native.copy is None or native.copy.written]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,11 +304,3 @@ class _Planner:
             placements.setdefault(Key(name, piece.slot), []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
             zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))
-
-
-def _once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
-    """Without second names: a model's parameters list such a tensor where its first name comes."""
-    first: dict[tuple[str, ...], NativeTensor] = {}
-    for native in natives:
-        first.setdefault(tuple(native.parts), native)
-    return list(first.values())

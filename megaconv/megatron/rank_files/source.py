@@ -42,6 +42,7 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import LEGACY, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes, second_names
 from megaconv.model.training import TrainingState
@@ -74,7 +75,7 @@ class Dialect:
     """How a checkpoint spells its model."""
 
     landmarks: Landmarks
-    naming: str
+    naming: Naming
     description: str
     """For people."""
     arrange: Callable[[NativeTensor], NativeTensor] = lambda native: native
@@ -109,7 +110,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
     layout = find_layout(ranks, args, names)
     found = find_sizes(ranks, layout, args, names)
-    legacy = dialect.naming == "legacy"
+    legacy = dialect.naming == LEGACY
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts.count:
         layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count))
@@ -254,9 +255,9 @@ def _place_chunk(
 ) -> Iterator[Placed]:
     chunks = ranks.weights[rank]
     weights = chunks[chunk.vpp_rank] if chunk.vpp_rank < len(chunks) else {}
-    natives = [native for native in natives if not native.tied_copy or native.name in weights]
+    natives = [native for native in natives if native.copy is None or native.name in weights]
     where = ranks.files[rank] + ("" if layout.vpp == 1 else f" (model{chunk.vpp_rank})")
     same_names([native.name for native in natives], weights, where)
     for native in natives:
-        if not native.idle:
+        if native.copy is None or native.copy.used:
             yield Placed(native, weights[native.name], where)
