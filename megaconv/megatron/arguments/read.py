@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
-from megaconv.megatron.arguments.encoder import POST_NORM, read_encoder
+from megaconv.megatron.arguments.check import check_arguments
+from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.write import LLAMA3_SCALING, YARN, YARN_TRUNCATE
 from megaconv.model.config import ModelConfig
@@ -23,7 +24,7 @@ def from_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = 
     legacy: whether they are of one of the models before core.
     Raises CorruptCheckpoint where args lack something that tensors can't tell, UnknownFamily for what isn't Llama-like.
     """
-    _require_known(args, post_norm=legacy and "head_activation" in found)
+    check_arguments(args, found, legacy=legacy)
     heads = _need(args, "num_attention_heads")
     grouped = getattr(args, "group_query_attention", False)
     positions = getattr(args, "position_embedding_type", "rope")
@@ -160,23 +161,6 @@ def _read_activation(args: Namespace, gated: bool) -> str:
     if gated and getattr(args, "swiglu", True):
         return "silu"
     return "gelu_tanh" if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False) else "gelu"
-
-
-def _require_known(args: Namespace, *, post_norm: bool) -> None:
-    known: dict[str, tuple[Any, ...]] = {
-        "position_embedding_type": ("rope", "yarn", "learned_absolute", "relative"),
-        "softmax_type": ("vanilla", "learnable"),
-        "normalization": ("RMSNorm", "LayerNorm"),
-        "squared_relu": (False,),
-        "rotary_interleaved": (False,),
-        POST_NORM: (False, True) if post_norm else (False,),
-    }
-    for name, values in known.items():
-        actual = getattr(args, name, values[0])
-        if actual not in values:
-            raise UnknownFamily(
-                f"the checkpoint's {name} is {actual!r}; the model families that we know have {' or '.join(map(repr, values))}"
-            )
 
 
 def _read_scaling(args: Namespace) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.read import from_arguments, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
@@ -160,6 +161,8 @@ def _configure(
     if not required and not (directory / CONFIG_NAME).is_file():
         with well_formed("the rank files' args"):
             return from_arguments(args, found, legacy=legacy)
+    with well_formed("the rank files' args"):
+        check_arguments(args, found, legacy=legacy)  # config.json has no word for what they may ask for
     _, config = read_config(directory / CONFIG_NAME)
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
