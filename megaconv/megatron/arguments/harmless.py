@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 _BY_REASON: Mapping[str, str] = {
     "the tensors themselves tell it": """
-        add_bias_linear add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size export_eagle_algorithm
-        export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model gated_linear_unit mla_down_proj_fusion
-        model_type modelopt_enabled moe_grouped_gemm moe_layer_freq moe_router_enable_expert_bias moe_shared_expert_gate
-        moe_single_grouped_bias moe_single_grouped_weight moe_use_legacy_grouped_gemm mtp_num_layers num_experts num_moe_experts
-        num_unique_layers param_sharing_style qk_layernorm relative_attention_num_buckets transformer_impl
-        use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_legacy_models use_mcore_models
+        add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
+        export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model
+        gated_linear_unit mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq moe_router_enable_expert_bias
+        moe_shared_expert_gate moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers num_experts num_moe_experts
+        num_unique_layers param_sharing_style qk_layernorm relative_attention_num_buckets use_grouped_gemm_for_dense_mlp
+        use_grouped_gemm_for_shared_expert use_legacy_models use_mcore_models
     """,
     "Megatron sets it from other arguments, or ignores it": """
         async_tensor_model_parallel_allreduce bias_activation_fusion fp4_param fp8_param moe_extended_tp
@@ -30,6 +30,9 @@ _BY_REASON: Mapping[str, str] = {
         disable_mamba_mem_eff_path mamba_head_dim mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
         mamba_int_list mamba_num_groups mamba_num_heads mamba_per_list mamba_state_dim mamba_training_ssm_states_dtype
         use_mamba_mem_eff_path
+    """,
+    "of layers that differ: only with heterogeneous_layers_config_path, which is refused": """
+        per_block_parameters
     """,
     "of muP: only with use_mup, which is refused": """
         mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
@@ -68,13 +71,13 @@ _BY_REASON: Mapping[str, str] = {
     """,
     "precision: the same function, rounded otherwise": """
         ammo_convert_te_to_local_spec ammo_load_classic_megatron_to_mcore ammo_quant_cfg apply_query_key_layer_scaling
-        attention_softmax_in_fp32 autocast_dtype bf16 disable_bf16_reduced_precision_matmul embedding_weights_in_fp32
-        enable_autocast export_kv_cache_quant export_quant_cfg export_real_quant_cfg first_last_layers_bf16 fp16
-        fp16_lm_cross_entropy fp32_residual_connection fp4 fp4_param_gather fp4_quantizer_factory fp4_recipe fp8
-        fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention fp8_e4m3 fp8_hybrid fp8_interval fp8_margin
-        fp8_multi_head_attention fp8_output_proj fp8_param_gather fp8_quantizer_factory fp8_recipe fp8_wgrad
-        keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp kitchen_attention_backend kitchen_config_file
-        kitchen_recipe_number logit_dtype moe_combine_bwd_dtype moe_dispatch_fwd_dtype moe_router_dtype moe_router_padding_for_fp8
+        attention_softmax_in_fp32 autocast_dtype disable_bf16_reduced_precision_matmul embedding_weights_in_fp32 enable_autocast
+        export_kv_cache_quant export_quant_cfg export_real_quant_cfg first_last_layers_bf16 fp16 fp16_lm_cross_entropy
+        fp32_residual_connection fp4 fp4_param_gather fp4_quantizer_factory fp4_recipe fp8 fp8_amax_compute_algo
+        fp8_amax_history_len fp8_dot_product_attention fp8_e4m3 fp8_hybrid fp8_interval fp8_margin fp8_multi_head_attention
+        fp8_output_proj fp8_param_gather fp8_quantizer_factory fp8_recipe fp8_wgrad keep_fp8_transpose_cache
+        keep_fp8_transpose_cache_when_using_custom_fsdp kitchen_attention_backend kitchen_config_file kitchen_recipe_number
+        logit_dtype moe_combine_bwd_dtype moe_dispatch_fwd_dtype moe_router_dtype moe_router_padding_for_fp8
         moe_router_padding_for_quantization num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 params_dtype quant_recipe
         te_precision_config_file tp_only_amax_red use_kitchen use_kitchen_attention
     """,
@@ -131,12 +134,12 @@ _BY_REASON: Mapping[str, str] = {
         wgrad_deferral_limit
     """,
     "parallelism": """
-        context_parallel_size encoder_tensor_model_parallel_size expert_gtp_weight_remat_size
-        expert_tensor_parallel_num_weight_shards gtp_remat_opt_in_modules gtp_weight_remat_size
-        hierarchical_context_parallel_sizes hybrid_context_parallel lazy_mpu_init local_rank max_seqlen_per_dp_cp_rank
-        model_parallel_size mtp_standalone num_distributed_optimizer_instances num_layers_per_virtual_pipeline_stage
-        num_virtual_stages_per_pipeline_rank pipeline_model_parallel_split_rank rank sequence_parallel standalone_embedding_stage
-        tensor_parallel_num_weight_shards transformer_pipeline_model_parallel_size use_tp_pp_dp_mapping world_size
+        context_parallel_size expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards gtp_remat_opt_in_modules
+        gtp_weight_remat_size hierarchical_context_parallel_sizes hybrid_context_parallel lazy_mpu_init local_rank
+        max_seqlen_per_dp_cp_rank model_parallel_size mtp_standalone num_distributed_optimizer_instances
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_split_rank rank
+        sequence_parallel standalone_embedding_stage tensor_parallel_num_weight_shards transformer_pipeline_model_parallel_size
+        use_tp_pp_dp_mapping world_size
     """,
     "initialization and random numbers": """
         data_parallel_random_init embedding_init_method embedding_init_method_std init_method init_method_std
@@ -145,14 +148,13 @@ _BY_REASON: Mapping[str, str] = {
     """,
     "training alone: losses, dropout, optimizer, schedule, evaluation": """
         _is_global_batch_size_explicitly_specified accumulate_allreduce_grads_in_fp32 adam_beta1 adam_beta2 adam_eps
-        adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method apply_wd_to_qk_layernorm attention_dropout batch_size
-        calculate_per_token_loss check_for_large_grads check_for_nan_in_loss check_for_nan_in_loss_and_grad check_for_spiky_loss
-        check_weight_hash_across_dp_replicas_interval clip_grad consumed_train_bins decoupled_lr decoupled_min_lr
-        decoupled_weight_decay decrease_batch_size_if_needed do_test do_train do_valid dump_param_to_param_group_map
-        dynamic_loss_scale end_weight_decay error_injection_rate error_injection_type eval_global_batch_size eval_interval
-        eval_iters eval_micro_batch_size exp_avg_dtype exp_avg_sq_dtype export_freeze_mtp export_kd_cfg export_kd_finalize
-        export_kd_teacher_ckpt_format export_kd_teacher_load export_kd_teacher_model_config finalize_model_grads_func
-        freeze_all_layers freeze_base_for_mtp full_validation global_batch_size grad_norm_skip_threshold grad_reduce_in_bf16
+        apply_wd_to_qk_layernorm attention_dropout batch_size calculate_per_token_loss check_for_large_grads check_for_nan_in_loss
+        check_for_nan_in_loss_and_grad check_for_spiky_loss check_weight_hash_across_dp_replicas_interval clip_grad
+        consumed_train_bins decoupled_lr decoupled_min_lr decrease_batch_size_if_needed do_test do_train do_valid
+        dump_param_to_param_group_map dynamic_loss_scale end_weight_decay error_injection_rate error_injection_type
+        eval_global_batch_size eval_interval eval_iters eval_micro_batch_size exp_avg_dtype exp_avg_sq_dtype export_freeze_mtp
+        export_kd_cfg export_kd_finalize export_kd_teacher_ckpt_format export_kd_teacher_load export_kd_teacher_model_config
+        finalize_model_grads_func freeze_all_layers freeze_base_for_mtp full_validation global_batch_size grad_reduce_in_bf16
         grad_scale_func grad_sync_func head_lr_mult hidden_dropout hysteresis initial_loss_scale iteration iterations_to_skip
         lion_beta1 lion_beta2 log_max_attention_logit logits_load_decode_threads logits_load_dir logits_load_ignore_errors
         logits_load_kd_loss_alpha logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dir logits_save_dtype
@@ -166,20 +168,19 @@ _BY_REASON: Mapping[str, str] = {
         muon_tp_mode muon_use_nesterov muon_use_syrk no_sync_func no_weight_decay_cond_type num_floating_point_operations_so_far
         optimizer optimizer_cpu_offload optimizer_offload_fraction override_lr_scheduler override_opt_param_scheduler
         param_sync_func pin_cpu_grads pin_cpu_params qad_train_target qk_clip qk_clip_alpha qk_clip_threshold rampup_batch_size
-        rerun_mode result_rejected_tracker_filename sgd_momentum skip_train skipped_train_samples soap_precondition_frequency
-        soap_shampoo_beta soap_use_kl_shampoo start_eval_at_iter start_weight_decay step_batch_size_schedule
-        store_param_remainders teacher_model_config test_mode timers to_test train_iters train_samples train_sync_interval
-        use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler use_distributed_optimizer
+        rerun_mode result_rejected_tracker_filename sgd_momentum skip_train skipped_train_samples start_eval_at_iter
+        start_weight_decay step_batch_size_schedule teacher_model_config test_mode timers to_test train_iters train_samples
+        train_sync_interval use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler use_distributed_optimizer
         use_layer_wise_distributed_optimizer use_layer_wise_param_layout use_precision_aware_optimizer
         use_torch_optimizer_for_cpu_offload validation_set_names warmup wd_incr_steps weight_decay weight_decay_incr_style
         wsd_decay_steps
     """,
     "serving, and reinforcement learning": """
         batch_invariant_backend batch_invariant_mode cache_mla_latents decode_only_cuda_graphs disable_chunked_prefill
-        enable_chunked_prefill eos_id flash_decode grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_default_temperature
-        grpo_default_top_p grpo_entropy_term_weight grpo_filter_groups_with_same_reward grpo_group_size grpo_iterations
-        grpo_kl_beta grpo_prompts_per_step grpo_samples_per_iteration inference_batch_times_seqlen_threshold
-        inference_coordinator_port inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens inference_cuda_graph_scope
+        enable_chunked_prefill flash_decode grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_default_temperature grpo_default_top_p
+        grpo_entropy_term_weight grpo_filter_groups_with_same_reward grpo_group_size grpo_iterations grpo_kl_beta
+        grpo_prompts_per_step grpo_samples_per_iteration inference_batch_times_seqlen_threshold inference_coordinator_port
+        inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens inference_cuda_graph_scope
         inference_disable_ep_consensus inference_disable_triton_nvls_kernels inference_dynamic_batching
         inference_dynamic_batching_async_sched_mode inference_dynamic_batching_block_size
         inference_dynamic_batching_buffer_guaranteed_fraction inference_dynamic_batching_buffer_overflow_factor
@@ -200,19 +201,19 @@ _BY_REASON: Mapping[str, str] = {
         inference_text_gen_server_logging inference_use_synchronous_zmq_collectives inference_wandb_logging langrl_env_config
         langrl_external_server langrl_inference_server_conversation_template langrl_inference_server_type max_tokens_to_oom
         mlp_chunks_for_prefill mlp_chunks_for_training moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill
-        num_speculative_tokens offset_sampling_seed_by_dp_rank out_seq_length perform_rl_step refit_method return_log_probs
-        rl_calculate_intra_group_similarity rl_consumption_granularity rl_default_temperature rl_default_top_k rl_default_top_p
-        rl_durable_rollout_bank rl_enforce_generation_order rl_generation_batch_size rl_generation_lag
-        rl_importance_sampling_truncation_coef rl_inference_expert_model_parallel_size
-        rl_inference_expert_tensor_model_parallel_size rl_inference_logprobs_is_correction rl_inference_model_unified_memory_level
-        rl_inference_parsers rl_inference_pipeline_model_parallel_size rl_inference_tensor_model_parallel_size
-        rl_kv_cache_management_mode rl_max_inflight_requests rl_num_parallel_generation_batches rl_num_parallel_generations
-        rl_offload_inference_model_weights_when_idle rl_offload_kv_cache_during_training rl_offload_optimizer_during_inference
-        rl_parallel_generation_tasks rl_partial_rollouts rl_persist_cuda_graphs rl_profile rl_profile_dir rl_prompts_per_eval
-        rl_remove_kv_cache_during_training rl_reset_cuda_graphs rl_rollout_bank_dir rl_rollout_bank_max_bytes
-        rl_sequence_packing_algo rl_sequence_packing_bin_size rl_sequence_packing_max_sequences_per_bin rl_skip_bos_token
-        rl_submission_granularity rl_training_cuda_graphs rl_use_sequence_packing rl_verify_model_weights_swap
-        skip_prompt_log_probs symmetric_ar_type use_flashinfer_fused_rope use_inference_optimized_layers use_legacy_static_engine
+        num_speculative_tokens offset_sampling_seed_by_dp_rank perform_rl_step refit_method rl_calculate_intra_group_similarity
+        rl_consumption_granularity rl_default_temperature rl_default_top_k rl_default_top_p rl_durable_rollout_bank
+        rl_enforce_generation_order rl_generation_batch_size rl_generation_lag rl_importance_sampling_truncation_coef
+        rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size rl_inference_logprobs_is_correction
+        rl_inference_model_unified_memory_level rl_inference_parsers rl_inference_pipeline_model_parallel_size
+        rl_inference_tensor_model_parallel_size rl_kv_cache_management_mode rl_max_inflight_requests
+        rl_num_parallel_generation_batches rl_num_parallel_generations rl_offload_inference_model_weights_when_idle
+        rl_offload_kv_cache_during_training rl_offload_optimizer_during_inference rl_parallel_generation_tasks rl_partial_rollouts
+        rl_persist_cuda_graphs rl_profile rl_profile_dir rl_prompts_per_eval rl_remove_kv_cache_during_training
+        rl_reset_cuda_graphs rl_rollout_bank_dir rl_rollout_bank_max_bytes rl_sequence_packing_algo rl_sequence_packing_bin_size
+        rl_sequence_packing_max_sequences_per_bin rl_skip_bos_token rl_submission_granularity rl_training_cuda_graphs
+        rl_use_sequence_packing rl_verify_model_weights_swap symmetric_ar_type use_inference_optimized_layers
+        use_legacy_static_engine
     """,
     "data and tokenizers": """
         allow_ambiguous_pad_tokens chat_template create_attention_mask_in_dataloader data_args_path data_cache_path data_impl

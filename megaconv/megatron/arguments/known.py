@@ -30,7 +30,7 @@ _READ = """
     normalization norm_epsilon layernorm_epsilon apply_layernorm_1p layernorm_zero_centered_gamma
     apply_residual_connection_post_layernorm window_size window_attn_skip_freq
     swiglu quick_geglu openai_gelu bias_gelu_fusion glu_linear_offset activation_func_clamp_value
-    position_embedding_type add_position_embedding use_rotary_position_embeddings relative_attention_max_distance
+    position_embedding_type use_rotary_position_embeddings relative_attention_max_distance
     rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int
@@ -39,9 +39,11 @@ _READ = """
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function
     moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size data_parallel_size encoder_pipeline_model_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size data_parallel_size encoder_tensor_model_parallel_size
+    encoder_pipeline_model_parallel_size
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+    transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm bf16
     vocab_size make_vocab_size_divisible_by tokenizer_type
     overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples
 """
@@ -129,6 +131,9 @@ _PARSER: Mapping[str, Limit] = {
             "get_gpt_layer_with_transformer_engine_spec",
             "gpt_layer_with_transformer_engine_spec_moe",
             "gpt_layer_local_spec_moe",
+            "megatron.core.models.bert.bert_layer_specs",
+            "bert_layer_local_spec",
+            "bert_layer_with_transformer_engine_spec",
         ),
         "layers are made of modules of the user's own, or of another kind of model",
     ),
@@ -138,8 +143,8 @@ _PARSER: Mapping[str, Limit] = {
     "hybrid_override_pattern": Limit((None,), "layers are of several kinds, such as Mamba's"),
     "hybrid_layer_pattern": Limit((None,), "layers are of several kinds, such as Mamba's"),
     # core_v0.12.0 and later.
-    "heterogeneous_layers_config_path": Limit((None,), "layers differ from each other"),
-    "heterogeneous_layers_config_encoded_json": Limit((None,), "layers differ from each other"),
+    "heterogeneous_layers_config_path": Limit((None, ""), "layers differ from each other"),
+    "heterogeneous_layers_config_encoded_json": Limit((None, ""), "layers differ from each other"),
     # megatron/post_training/arguments.py, core_v0.13.0 and later.
     "export_qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
     "export_moe_apply_probs_on_input": Limit(
