@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megaconv import plugins
 from megaconv.errors import UnknownFamily
 from megaconv.families.parts.hf_config import load_config
 from megaconv.model.check import well_formed
@@ -55,7 +56,7 @@ REFUSED = {
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by name."""
+    """Our own by name."""
     found = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg):
         family: Family = import_module(f"{__name__}.{module}").FAMILY
@@ -63,19 +64,30 @@ def families() -> dict[str, Family]:
     return found
 
 
+def all_families() -> dict[str, Family]:
+    """Ours, and those of other packages, by name."""
+    others = plugins.usable("families", tuple(families()))
+    return families() | {name: found.FAMILY for name, found in others.items()}
+
+
 def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     """The family of a config.json. Raises UnknownFamily listing what is known."""
     architectures = config.get("architectures") or []
-    for family in families().values():
-        if set(architectures) & set(family.architectures) or (
-            not architectures and config.get("model_type") == family.model_type
-        ):
-            return family
+
+    def fits(family: Family) -> bool:
+        if architectures:
+            return bool(set(architectures) & set(family.architectures))
+        return config.get("model_type") == family.model_type
+
+    for known_families in (families, all_families):  # looking for other packages only where ours don't fit
+        for family in known_families().values():
+            if fits(family):
+                return family
     for architecture in map(str, architectures):
         if architecture in REFUSED:
             raise UnknownFamily(f"{source}: {architecture} can't be converted: {REFUSED[architecture]}")
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
-    known = ", ".join(name for family in families().values() for name in family.architectures)
+    known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
         f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
     )
@@ -90,6 +102,8 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
 
 
 def family(name: str) -> Family:
-    if name not in families():
-        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(families())}")
-    return families()[name]
+    """One of ours, or of another package's. Raises UnknownFamily."""
+    found = families().get(name) or all_families().get(name)
+    if found is None:
+        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(all_families())}")
+    return found

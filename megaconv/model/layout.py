@@ -107,7 +107,8 @@ def divide(total: int, parts: int, what: str, over: str) -> int:
     """total / parts. Raises LayoutError naming the dimension, its value and the rank count."""
     if parts < 1 or total % parts:
         raise LayoutError(
-            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}"
+            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}",
+            code="layout-indivisible",
         )
     return total // parts
 
