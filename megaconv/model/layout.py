@@ -190,6 +190,25 @@ def _first_last(layers: int, pp: int, vpp: int, first: int | None, last: int | N
     return tuple(per_chunk * vpp)
 
 
+def uneven_splits(layers: int, pp: int, vpp: int) -> list[str]:
+    """Options of `megaconv convert` that share out layers which pp x vpp doesn't divide, with splits that are nearly even.
+
+    Empty where there are fewer layers than stages.
+    """
+    each, more = divmod(layers, pp * vpp)
+    if pp < 2 or not each:
+        return []
+    # Where Megatron has a rule that fits, with as many layers on the last rank, which has the head too, as on others, or fewer.
+    fitting = [
+        last
+        for last in range(vpp, layers // pp + 1, vpp)
+        if (layers - last) % (pp - 1) == 0 and (layers - last) // (pp - 1) % vpp == 0
+    ]
+    rule = [f"--decoder-last-pipeline-num-layers {fitting[-1]}"] if fitting else []
+    listed = [each + 1] * more + [each] * (pp * vpp - more)
+    return [*rule, f"--layer-split {','.join(map(str, listed))}"]
+
+
 def parse_pattern(pattern: str) -> tuple[int, ...]:
     """Layers per stage of a pipeline_model_parallel_layout string (megatron-core 0.13 and newer).
 
