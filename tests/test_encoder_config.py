@@ -83,9 +83,7 @@ FOUND = ("encoder_layers", "final_norm", "head_bias", "relative_buckets", "token
 
 def back(config: ModelConfig, *, legacy: bool) -> ModelConfig:
     """By way of Megatron's arguments, with what a loader reads off the tensors."""
-    found = found_in_tensors(config, *FOUND) | (
-        {"head_activation": "gelu"} if config.head_activation else {}
-    )
+    found = found_in_tensors(config, *FOUND) | ({"head_activation": "gelu"} if config.head_activation else {})
     return from_arguments(Namespace(**arguments(config, legacy=legacy)), found, legacy=legacy)
 
 

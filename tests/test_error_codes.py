@@ -34,8 +34,11 @@ def raised() -> Iterator[tuple[str, type[CheckpointError], str]]:
                     continue
                 for code in (word.value for word in node.keywords if word.arg == "code"):
                     for either in (code.body, code.orelse) if isinstance(code, ast.IfExp) else (code,):
-                        assert isinstance(either, ast.Constant), f"{path}:{node.lineno}: the code has to be a literal"
-                        yield f"{path}:{node.lineno}", kind, str(either.value)
+                        if ast.unparse(either) != "error.code":  # of one that is raised again with more words
+                            assert isinstance(either, ast.Constant), (
+                                f"{path}:{node.lineno}: the code has to be a literal"
+                            )
+                            yield f"{path}:{node.lineno}", kind, str(either.value)
 
 
 def test_every_class_has_a_code_of_the_table_that_ends_with_its_exit_status() -> None:
