@@ -108,6 +108,6 @@ def _any_offered(path: tuple[str, ...]) -> bool:
 def _offers(file: str) -> bool:
     try:
         with open(file, "rb") as entry_points:  # noqa: PTH123  a Path for each would take twice as long
-            return b"megaconv." in entry_points.read()
+            return b"[megaconv." in entry_points.read()
     except OSError:
         return False

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
-from megaconv.errors import UnknownFamily
+from megaconv.errors import UnknownFamily, UsageError
 from megaconv.model.ir import Header
 from tests.models import write_llama
 from tests.runs import assert_refused, run, start, unchanged
@@ -227,6 +227,9 @@ def test_options_from_python(llama: Path, tmp_path: Path) -> None:
     megaconv.convert(llama, tmp_path / "out", saver="pebble", options={"alignment": "8"})
     megaconv.convert("pebble://out/model", tmp_path / "core", saver="core", options={"store": str(tmp_path)})
     assert megaconv.diff("pebble://out/model", tmp_path / "core", options={"store": str(tmp_path)}).same
+    for words in ({"options": {"colour": "red"}}, {"extra": {"colour": "red"}}):
+        with pytest.raises(UsageError, match="--option colour: is not known"):
+            megaconv.convert(llama, tmp_path / "again", saver="pebble", **words)
 
 
 # URIs.
@@ -265,6 +268,20 @@ def test_uris_that_nobody_takes_are_refused_with_those_that_are_known(store: Pat
     assert_refused(run("inspect", "pebble://../out", "--option", f"store={store}"), 2, "leads out of the store")
     assert_refused(run("inspect", "pebble://team/other", "--option", f"store={store}"), 3, "other.pebble: no such file")
     assert_refused(run("inspect", "pebble://team/model", "--loader", "hf"), 2, "the loader hf takes paths")
+
+
+# What nobody has installed costs nothing.
+
+
+def test_where_there_are_no_plugins_nothing_is_imported_to_look_for_them(llama: Path) -> None:
+    process = start(
+        "inspect",
+        llama,
+        before="import atexit, sys; atexit.register(lambda: print('importlib.metadata' in sys.modules))",
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines()[-1] == "False"
 
 
 # Broken plugins.

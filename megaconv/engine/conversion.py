@@ -53,6 +53,10 @@ class ConvertOptions:
     extra: Mapping[str, str] = field(default_factory=dict)
     """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
 
+    def all_extra(self) -> dict[str, str]:
+        """Wherever they were given."""
+        return {**self.load.extra, **self.save.extra, **self.extra}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -117,7 +121,7 @@ def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tup
     load, place = load_options(saver, options), resolve(str(load_dir))
     name, found = registry.choose(place, options.loader)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
-    read, written = registry.share_options(options.extra, takers)
+    read, written = registry.share_options(options.all_extra(), takers)
     return open_source(place, name, replace(load, extra=read))[1], written
 
 
@@ -318,7 +322,7 @@ def _identity(path: Place, header: Header, options: ConvertOptions) -> str:
         files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
         place = str(path.resolve())
         listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    asked = [options.dtype, dict(options.extra)]
+    asked = [options.dtype, options.all_extra()]
     return hashlib.sha256(json.dumps([__version__, place, asked, listing], sort_keys=True).encode()).hexdigest()
 
 
