@@ -8,7 +8,7 @@ class CheckpointError(Exception):
     code = "failed"
     """What a script tells causes apart by; never changes. All are listed in megaconv/errors.py."""
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
         """code: of a cause that a script would treat differently from what else this class is raised for."""
         super().__init__(message)
         if code is not None:
