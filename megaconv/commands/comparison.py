@@ -14,7 +14,7 @@ from megaconv import registry
 from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks
 from megaconv.hub import resolve
-from megaconv.model.config import config_differences
+from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source
 from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions

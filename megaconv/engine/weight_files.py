@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, native_tensors
@@ -91,8 +91,8 @@ def whole_model(
     }
     config = family.complete(config, kept)
     most = len(kept) + 1  # of more layers some have to be missing
-    bounded = replace(config, encoder_layers=min(config.encoder_layers, most))
-    whole = Chunk(0, 0, 0, min(config.layers, most), is_first=True, is_last=True)
+    bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
+    whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
     spellings = [naming, "hf+stacked"] if naming == "hf" and any(name.endswith(_STACKED) for name in kept) else [naming]
     natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)

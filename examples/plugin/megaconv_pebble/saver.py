@@ -23,7 +23,7 @@ FILE = "model.pebble"
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible where the family's config.json has no place for something that the model has."""
     config, table = header.config, family(header.config.family)
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     natives = [
         native
         for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab)
