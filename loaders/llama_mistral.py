@@ -100,7 +100,8 @@ def _read_shards(path: Path) -> Shards:
     files = {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
     if not files:
         raise CorruptCheckpoint(
-            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}"
+            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}",
+            code="missing-file",
         )
     _same_numbers(path, files, max(files) + 1)
     return {files[number].name: read_file(files[number]) for number in sorted(files)}
@@ -110,7 +111,8 @@ def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
     missing = [f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files]
     if missing:
         raise CorruptCheckpoint(
-            f"{path}: {len(missing)} of {expected} shards are missing: {', '.join(missing[:8])}; a model needs all of them"
+            f"{path}: {len(missing)} of {expected} shards are missing: {', '.join(missing[:8])}; a model needs all of them",
+            code="missing-file",
         )
 
 

@@ -24,7 +24,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what these models don't have."""
     check_options(options)
     _require_expressible(header.config)
-    layout = choose_layout(header.config, header.layout, options)
+    layout = choose_layout(header.config, header.layout, options, uneven=False)
     _require_even(layout)
     order = legacy_order(family(header.config.family).rows)
     style = ModelStyle(LEGACY, order, legacy_extra_states, nest, legacy=True)

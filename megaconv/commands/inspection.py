@@ -145,7 +145,7 @@ def readable(size: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
 
 
-def inspect(path: str | Path, options: LoadOptions | None = None) -> Inspection:
-    """Reads metadata only. Raises CheckpointError."""
-    loader, source = open_source(path, None, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
-    return Inspection(str(path), loader, source.header)
+def inspect(path: str | Path, options: LoadOptions | None = None, loader: str | None = None) -> Inspection:
+    """Reads metadata only. loader: None: the one that recognises it. Raises CheckpointError."""
+    name, source = open_source(path, loader, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
+    return Inspection(str(path), name, source.header)

@@ -32,6 +32,11 @@ def is_weights(path: Path) -> bool:
     return path.name.endswith(_SUFFIXES)
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a directory has weights by one of the names that transformers looks for."""
+    return any((path / name).is_file() for name in _WEIGHTS)
+
+
 def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
     """The file of a Hugging Face directory that was decisive, and every tensor by its name."""
     for name in _WEIGHTS:
@@ -41,7 +46,9 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
         if name.endswith(".index.json"):
             return weights, read_sharded(weights)
         return weights, read_file(weights)
-    raise CorruptCheckpoint(f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}")
+    raise CorruptCheckpoint(
+        f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}", code="missing-file"
+    )
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
@@ -63,7 +70,7 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
     shards = {name: read_file(index.parent / name) for name in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in shards[file]:
-            raise TensorMismatch(f"{index}: says that {file} holds {name}, which it doesn't")
+            raise TensorMismatch(f"{index}: says that {file} holds {name}, which it doesn't", code="missing-tensor")
     for file, tensors in shards.items():
         for name in tensors:
             if files.get(name) != file:

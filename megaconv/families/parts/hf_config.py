@@ -18,7 +18,9 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}") from None
+        raise CorruptCheckpoint(
+            f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}", code="missing-file"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
     if not isinstance(config, dict):

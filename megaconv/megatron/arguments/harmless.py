@@ -7,9 +7,6 @@ belongs into known.REFUSED.
 from collections.abc import Mapping
 
 _BY_REASON: Mapping[str, str] = {
-    "megaconv writes it: what --allow-lossy left out, and config.json beside still has": """
-        megaconv_left_out
-    """,
     "the tensors themselves tell it": """
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
         export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model

@@ -24,7 +24,7 @@ from megaconv.megatron.optimizer.training_output import Carried, carry
 from megaconv.megatron.states.order import ModuleOrder
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.options import LOSSES, SaveOptions
@@ -58,8 +58,11 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
 
-def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions) -> Layout:
-    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
+def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True) -> Layout:
+    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits.
+
+    Raises LayoutError; uneven: whether the output could have stages of different sizes, so that these are proposed.
+    """
     source = source or Layout(stage_layers=(config.layer_count,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
     if config.encoder.layers:
@@ -73,9 +76,19 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
         vpp = listed // pp  # Megatron counts virtual stages off the list too
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
-    stages = source.stage_layers if keep else split_layers(config.layer_count, pp, vpp, options.split)
+    stages = source.stage_layers if keep else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
     ep, etp = _expert_sizes(config, source, tp, options)
     return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _split(layers: int, pp: int, vpp: int, split: LayerSplit, *, uneven: bool) -> tuple[int, ...]:
+    try:
+        return split_layers(layers, pp, vpp, split)
+    except LayoutError as error:
+        ways = uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
+        if not ways:
+            raise
+        raise LayoutError(f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code) from None
 
 
 def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
