@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from formats import pickle_guard
 from formats.chunked import require_cover
 from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.opened import note
 from formats.pickle_records import Opaque, TorchDtype
 from formats.pickle_writer import dumps
 from formats.tensor import ITEMSIZE, Shape
@@ -71,7 +72,7 @@ class DcpMetadata:
 def read(path: Path) -> DcpMetadata:
     """Raises CorruptCheckpoint for chunks that don't cover their tensor exactly once, UnsafeContent for a path elsewhere."""
     try:
-        content = path.read_bytes()
+        content = note(path).read_bytes()
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
     top = pickle_guard.load(content, source=str(path))

@@ -51,6 +51,7 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
+        # Not noted as opened: a run that saves its next iteration meanwhile doesn't touch the one that is read.
         word = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")

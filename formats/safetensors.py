@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.opened import note
 from formats.output import Record
 from formats.tensor import ITEMSIZE, FileTensor, InputFile, Shape, byte_count
 
@@ -95,7 +96,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, str]:
     """tensor name -> file name, of an index file. File names that leave the directory raise UnsafeContent."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(note(path).read_text(encoding="utf-8"))["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(

@@ -5,6 +5,7 @@ and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying 
 dtypes are names (torch's), and buffers are arrays of bytes.
 """
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
+from formats.opened import note
 
 Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]
@@ -111,7 +113,9 @@ class InputFile:
         """Raises CorruptCheckpoint when there is no such regular file."""
         try:
             if path.is_file():
-                return cls(path, path.stat().st_size)
+                status = path.stat()
+                note(path, status)
+                return cls(path, status.st_size)
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
@@ -152,10 +156,12 @@ class InputFile:
         self.close()
 
     def close(self) -> None:
+        """May be called again, also after it failed: then the descriptor is another file's."""
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # nothing was written through it
+                    os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, table.write_hf(config)))}
-    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files |= {name: PlainFile.copy_of(path) for name, path in header.files.items()}
     whole, stored = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True), DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
     for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab):

@@ -32,14 +32,14 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     listed = list(native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab))
     natives = [native for native in listed if not native.tied_copy or native.mtp_copy]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}
-    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files |= {name: PlainFile.copy_of(path) for name, path in header.files.items()}
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
     if options.base is not None:
         base = open_base(options.base, config.dtype)
         names = base.names_of({native.name: native.shape for native in natives}, {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
         more = {name: path for name, path in base.files().items() if name not in files}
-        files |= {name: PlainFile(path.read_bytes()) for name, path in more.items()}
+        files |= {name: PlainFile.copy_of(path) for name, path in more.items()}
         files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
         added = [*copied, *more]
     else:

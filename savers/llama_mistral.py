@@ -29,7 +29,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config = header.config
     kind = options.checkpoint_type or ("mistral" if config.family in ("mistral", "mixtral") else "meta")
     _check(kind, options)
-    files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files: dict[str, FileLayout] = {name: PlainFile.copy_of(path) for name, path in header.files.items()}
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
     naming = "meta" if kind == "meta" and not is_llama3(config) else "meta+rows"
     layout = Layout(tp=options.tp or 1)

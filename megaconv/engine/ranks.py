@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from formats.signals import ENDING
 from megaconv.errors import CheckpointError, Interrupted, UsageError, is_interruption
 
 JOIN_SECONDS = 60
@@ -191,7 +192,7 @@ class Joined(Ranks):
     # Failing.
 
     def fail(self, error: BaseException) -> bool:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         interrupted = is_interruption(error)
         if interrupted and self._first is None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from formats.opened import note
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.model.config import ModelConfig
 
@@ -25,7 +26,7 @@ QUANT_METHODS = ("fp8", "mxfp4")
 def load_config(path: Path) -> dict[str, Any]:
     """Raises CorruptCheckpoint when the file is not a JSON object."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(note(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}") from None
     except (OSError, ValueError, RecursionError) as error:

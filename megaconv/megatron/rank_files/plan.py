@@ -172,7 +172,7 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
     files: dict[str, FileLayout] = {
-        f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in header.files.items()
+        f"{SIDECAR_DIRECTORY}/{name}": PlainFile.copy_of(path) for name, path in header.files.items()
     }
     # A mixture that only Megatron knows has no config.json: its args say all there is to say.
     with suppress(NotExpressible):
