@@ -49,7 +49,45 @@ class OpenedFiles:
     ) -> None:
         _current.reset(self._tokens.pop())
 
-    def note(path: Path, status: os.stat_result) -> None:
+    def note(self, path: Path, status: os.stat_result) -> None:
+        """What was noted first is what counts."""
+        self._states.setdefault(os.path.abspath(path), FileState.of(status))  # noqa: PTH100 (resolves no links)
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """(path, size, time of the last change in ns) of each file: the same on every machine that sees the same files."""
+        return [(path, state.size, state.mtime_ns) for path, state in sorted(self._states.items())]
+
+    def inode_changes(self) -> list[int]:
+        """When each file was last written, renamed or exchanged for another, in the same order; of this machine's copies."""
+        return [state.ctime_ns for _, state in sorted(self._states.items())]
+
+    def require_unchanged(self) -> None:
+        """Raises CorruptCheckpoint, naming the file, unless all are as they were."""
+        for path, state in self._states.items():
+            try:
+                # Opened anew, since a network file system tells the truth about a file only then.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    now = FileState.of(os.fstat(descriptor))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise CorruptCheckpoint(
+                    f"{path}: was there when it was opened, and can't be opened any more ({error.strerror}); {_AGAIN}"
+                ) from error
+            if now != state:
+                raise CorruptCheckpoint(f"{path}: was {_change(state, now)} while it was read; {_AGAIN}")
+
+
+_AGAIN = "the output would be a mixture, and was not written. Run again when nobody writes to the source"
+_current: ContextVar[OpenedFiles | None] = ContextVar("opened_files", default=None)
+
+
+def _change(before: FileState, now: FileState) -> str:
+    return "changed" if (before.device, before.inode) == (now.device, now.inode) else "replaced"
+
+
+def note(path: Path, status: os.stat_result) -> None:
     """status: of the file that is being opened."""
     opened = _current.get()
     if opened is not None:

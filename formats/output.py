@@ -1,10 +1,7 @@
 """An output file that is laid out completely before its first tensor arrives, so that tensors can be written in any order."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple, Protocol
-
-from formats.opened import note
 
 
 class Record(NamedTuple):
@@ -47,10 +44,6 @@ class PlainFile:
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.size = len(content)
-
-    @classmethod
-    def copy_of(cls, path: Path) -> "PlainFile":
-        return cls(note(path).read_bytes())
 
     def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         if self.content:

@@ -1,6 +1,5 @@
 """All or nothing: in which order things reach the disk, what a resumed run may rely on, who may write at a time."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
