@@ -25,7 +25,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -218,15 +218,20 @@ class Staging:
         A signal that comes too late to end it is delivered when all is done; `committed` then is true.
         """
         self.finish()
-        try:
+        with self._explained():
             for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
                 sync_directory(directory)
             sync_directory(self.data)
-            with signals.held():
-                self._remove_journals()
-                self._take_place()
-                self.committed = True
-                self.discard()
+        with signals.held(), self._explained():
+            self._remove_journals()
+            self._take_place()
+            self.committed = True
+            self.discard()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except NotPutBack as error:
             self.keep()
             raise CheckpointError(f"{self.target}: can't be replaced: {error.strerror}") from error
