@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.model.ceilings import require_possible
 from megaconv.model.config import (
     MLP,
     Attention,
@@ -87,6 +88,7 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     count = values["layers.count"]
     if type(count) is not int or count < 1:
         raise CorruptCheckpoint(f"the model's layers should be a positive number, found {count!r}")
+    require_possible({"layers": count, "experts": 0})
     columns = {name: values[f"layers.{name}"] for name in _OF_LAYERS if f"layers.{name}" in values}
     for name, column in columns.items():
         if isinstance(column, tuple) and len(column) != count:
