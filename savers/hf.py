@@ -36,7 +36,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
     if options.base is not None:
-        base = open_base(options.base, config.dtype)
+        base = open_base(options.base, config.dtype, overflow="overflow" in options.allow_lossy)
         names = base.names_of({native.name: native.shape for native in natives}, {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
         more = {name: path for name, path in base.files().items() if name not in files}

@@ -25,7 +25,7 @@ from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, ModelsDiffer, UsageError
 from megaconv.hub import resolve
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions, SaveOptions
+from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 RECORD_NAME = "megaconv.json"
@@ -135,14 +135,17 @@ def prepare(
 
     processes: that will write it together, each with files of its own.
     """
+    for word in options.save.allow_lossy:
+        if word not in LOSSES:
+            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
     load = load_options(saver, options)
     _, source = open_source(load_dir, options.loader, load)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
-    if load.dtype is not None:
-        source = CastSource(source, load.dtype)
+    if options.dtype is not None:
+        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
     memory = memory_needed(options.max_memory, _workers(options))
@@ -159,6 +162,8 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
         raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
     wanted = can_hold and options.optimizer is not False and not options.save.release
     dtype = None if options.dtype is None else dtype_name(options.dtype)
+    if dtype == "float16":
+        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
     return replace(options.load, optimizer=wanted, dtype=dtype)
 
 

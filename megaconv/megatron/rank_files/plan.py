@@ -25,7 +25,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
 from megaconv.model.natives import NativeTensor, Region, native_tensors
-from megaconv.options import LOSSES, SaveOptions
+from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
 
@@ -49,11 +49,6 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     """Raises UsageError for what isn't known. formats: those that the saver can write."""
     if options.ckpt_format not in formats:
         raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
-    for word in options.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(
-                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
-            )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
