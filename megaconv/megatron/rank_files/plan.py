@@ -11,7 +11,7 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
@@ -152,16 +152,6 @@ def megatron_args(
 def iteration_of(header: Header, options: SaveOptions) -> int | None:
     """None for a release."""
     return None if options.release or header.training.release else header.training.iteration or 1
-
-
-def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
-    """Raises NotExpressible where the parts are of several."""
-    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
-    if len(dtypes) > 1:
-        raise NotExpressible(
-            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
-        )
-    return dtypes.pop()
 
 
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
