@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -381,6 +382,7 @@ def main() -> None:
     logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would spin on the other processors at the start
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
     try:
         app()
