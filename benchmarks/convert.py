@@ -3,9 +3,9 @@
     python benchmarks/convert.py [--layers 22] [--runs 5] [--only NAME ...] [--dir /fast/disk] [--peers] [--json]
 
 Makes a Llama of 1.1 billion random bf16 parameters (2.2 GB), and from it a Megatron core checkpoint (TP 2, PP 2), one in
-torch_dist (TP 2) and, for the cast, the same model in fp32. Then alternates whole cold processes: `cp` and fsync of the copy, and a conversion
-(which computes checksums and fingerprints, and fsyncs all it writes). The cast is compared with `cp` of the larger
-side, its output. Each starts with its source in the page cache, nothing waiting to be written and, as after
+torch_dist (TP 2) and, for the cast, the same model in fp32. Then alternates whole cold processes: `cp` and fsync of the
+copy, and a conversion (which computes checksums and fingerprints, and fsyncs all it writes). The cast is compared with `cp`
+of the larger side, its output. Each starts with its source in the page cache, nothing waiting to be written and, as after
 `pip install`, with its modules compiled; the first round warms up and measures memory, and every other round has `cp` last.
 
 Reports the median time of each, the median of the ratios to the `cp` beside it (so that a disk that slows down for a while

@@ -69,7 +69,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def write_model(name: str, path: Path) -> Path:
     write_config(path, config_of(name))
     family, config = read_config(path / CONFIG_NAME)
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         native.name: (torch.randn(native.shape, generator=generator) / 50).to(torch.bfloat16)

@@ -382,7 +382,7 @@ def main() -> None:
     logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would spin on the other processors at the start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, whose threads would spin on the other processors
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
     try:
         app()
