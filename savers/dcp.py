@@ -6,7 +6,7 @@ Every tensor is one chunk, its key the name in transformers' state_dict.
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
 from megaconv.families.parts.hf_config import config_json
@@ -30,7 +30,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     for native in native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab):
         if native.copy is not None:
             continue
-        dtype = header.manifest[Key(next(iter(native.parts)))].dtype
+        dtype = native_dtype(header, native)
         start = (0,) * len(native.shape)
         file, record = stored.add_chunk(native.name, native.shape, dtype, start, native.shape)
         row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[dtype]

@@ -182,7 +182,8 @@ Release = Annotated[
 AllowLossy = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-lossy", help="Leave out a feature that the output has no words for: rope_scaling, activation."
+        "--allow-lossy",
+        help="Leave out what the output can't express: rope_scaling, activation, overflow (of values beyond --dtype's range).",
     ),
 ]
 

@@ -66,6 +66,7 @@ def _prepare() -> None:
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
             signal.signal(signum, _interrupt)
     sys.unraisablehook = _hand_on
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, whose threads would spin on the other processors
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
 
 

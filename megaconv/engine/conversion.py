@@ -27,7 +27,7 @@ from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions, SaveOptions
+from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 RECORD_NAME = "megaconv.json"
@@ -149,6 +149,9 @@ def prepare(
 
     processes: that will write it together, each with files of its own.
     """
+    for word in options.save.allow_lossy:
+        if word not in LOSSES:
+            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
     source, extra = open_input(load_dir, saver, options)
@@ -158,7 +161,7 @@ def prepare(
             code="no-optimizer",
         )
     if options.dtype is not None:
-        source = CastSource(source, dtype_name(options.dtype))
+        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
@@ -178,6 +181,8 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
         )
     wanted = can_hold and options.optimizer is not False and not options.save.release
     dtype = None if options.dtype is None else dtype_name(options.dtype)
+    if dtype == "float16":
+        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
     return replace(options.load, optimizer=wanted, dtype=dtype)
 
 

@@ -11,7 +11,7 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
@@ -27,7 +27,7 @@ from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
-from megaconv.options import LOSSES, SaveOptions
+from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
 
@@ -49,11 +49,6 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     """Raises UsageError for what isn't known. formats: those that the saver can write."""
     if options.ckpt_format not in formats:
         raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
-    for word in options.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(
-                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
-            )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
@@ -170,16 +165,6 @@ def megatron_args(
 def iteration_of(header: Header, options: SaveOptions) -> int | None:
     """None for a release."""
     return None if options.release or header.training.release else header.training.iteration or 1
-
-
-def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
-    """Raises NotExpressible where the parts are of several."""
-    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
-    if len(dtypes) > 1:
-        raise NotExpressible(
-            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
-        )
-    return dtypes.pop()
 
 
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
