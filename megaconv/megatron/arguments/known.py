@@ -46,6 +46,7 @@ _READ = """
     transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm bf16
     vocab_size make_vocab_size_divisible_by tokenizer_type
     overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples
+    decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
 """
 READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""

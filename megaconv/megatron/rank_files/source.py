@@ -16,6 +16,7 @@ from megaconv.families import family, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME
 from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import refuse_lost_head
+from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
     Landmarks,
@@ -26,7 +27,6 @@ from megaconv.megatron.arguments.sizes import (
     with_stacks,
 )
 from megaconv.megatron.arguments.write import OPTIMIZATION
-from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.megatron.optimizer.source import (
     Optimizers,
     assemble_slots,
