@@ -15,6 +15,7 @@ from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, Usage
 from megaconv.families import family, read_config
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.encoder import refuse_lost_head
+from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
     Landmarks,
@@ -25,7 +26,6 @@ from megaconv.megatron.arguments.sizes import (
     with_stacks,
 )
 from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
-from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.megatron.optimizer.source import (
     Optimizers,
     assemble_slots,
