@@ -8,7 +8,8 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import read_directory, whole_model
 from megaconv.errors import UsageError
 from megaconv.families import read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME, load_config, quant_method
+from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.options import LoadOptions
 

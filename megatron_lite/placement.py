@@ -14,6 +14,7 @@ from torch import Tensor
 from formats.tensor import Shape, matrix_shape
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 
@@ -67,7 +68,7 @@ def places(
     config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: str
 ) -> dict[str, Place]:
     """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
-    padded = replace(config, vocab=vocab_rows)  # padding rows are placed like any others
+    padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows, single = family(config.family).rows, replace(layout, tp=1, etp=1)
     named, keyed, whole = (
         list(native_tensors(rows, padded, spelled, over, rank, chunk, vocab_rows))
@@ -78,7 +79,15 @@ def places(
         key, layer = _key(other.name, chunk)
         runs = tuple(_runs(native, entire))
         found[native.name] = Place(
-            key, layer, native.shape, entire.shape, config.layers, runs, native.replicated, native.tied_copy, native
+            key,
+            layer,
+            native.shape,
+            entire.shape,
+            config.layer_count,
+            runs,
+            native.replicated,
+            native.tied_copy,
+            native,
         )
     return found
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
-from megaconv.megatron.arguments.write import has_yarn
+from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.names import extra_states, module_order
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header
 from megaconv.options import SaveOptions
 
@@ -24,8 +25,8 @@ NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     _check(options)
-    if header.config.head_activation and "activation" in options.allow_lossy:
-        header = replace(header, config=replace(header.config, head_activation="gelu"))
+    if header.config.head.activation and "activation" in options.allow_lossy:
+        header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
@@ -56,7 +57,7 @@ def _check(options: SaveOptions) -> None:
 
 def _warn_of_scaling(config: ModelConfig) -> None:
     """Megatron-LM's own training script hands neither of these on to the model; ours and the checkpoint are right."""
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.scaling or {}
     if scaling.get("rope_type") == "llama3" and scaling["factor"] != 8:
         _log.warning(
             "rope is scaled by %s: Megatron-LM's scripts up to core 0.18 use 8 whatever the checkpoint says",

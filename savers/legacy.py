@@ -33,9 +33,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
 def _require_expressible(config: ModelConfig) -> None:
     lacking = {
-        "norms on q and k": config.qk_norm,
-        "a sliding window": config.sliding_window,
-        "experts, which we write for Megatron core only": config.experts,
+        "norms on q and k": config.attention.qk_norm,
+        "a sliding window": config.window,
+        "experts, which we write for Megatron core only": config.experts.count,
     }
     for what, has in lacking.items():
         if has:
@@ -54,9 +54,9 @@ def _require_even(layout: Layout) -> None:
 
 def _warn_of_rope(config: ModelConfig) -> None:
     """Their rotary embedding is made from rotary_percent and a linear scaling alone; the checkpoint is right."""
-    if config.positions == "rope" and config.rope_theta != 10000:
+    if config.positions.kind == "rope" and config.positions.theta != 10000:
         _log.warning(
-            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.rope_theta
+            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.positions.theta
         )
-    if (config.rope_scaling or {}).get("rope_type") == "llama3":
+    if (config.positions.scaling or {}).get("rope_type") == "llama3":
         _log.warning("rope is scaled: Megatron's legacy models ignore that")

@@ -16,46 +16,88 @@ from formats.tensor import Shape, matrix_shape
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.table import Halves, OtherAxis, RotaryPairs, Row, canonical_shapes, evaluate, expand, expressible
-from tests.strategies import SPELLED, VARIANTS, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
+from tests.strategies import (
+    FEATURES,
+    SPELLED,
+    VARIANTS,
+    has_experts,
+    has_latent_attention,
+    has_mtp,
+    sharded_models,
+    speaks_of,
+)
 
 Labels = dict[str, NDArray[np.int64]]
 PADDING = -1
 
-EVERYTHING = ModelConfig(
-    "llama", layers=2, hidden=6, heads=4, kv_heads=2, head_dim=2, ffn=4, vocab=10, max_positions=8, norm_epsilon=1e-5, rope_theta=1e4,
-    qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
-)  # fmt: skip
+EVERYTHING = from_fields(
+    "llama",
+    {
+        "layers.count": 2,
+        "hidden": 6,
+        "attention.heads": 4,
+        "attention.kv_heads": 2,
+        "attention.head_dim": 2,
+        "mlp.ffn": 4,
+        "vocab": 10,
+        "max_positions": 8,
+        "norm.epsilon": 1e-5,
+        "positions.theta": 1e4,
+        "attention.qkv_bias": True,
+        "attention.o_bias": True,
+        "mlp.bias": True,
+        "attention.qk_norm": True,
+    },
+)
 """A model that has every row of the dense tables."""
 
 
 def everything(family: str, naming: str = "core") -> ModelConfig:
     """A model that has every row of a family's table that a naming has words for."""
-    features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
-    config = replace(EVERYTHING, family=family, **{name: speaks_of(family, naming, name) for name in features})
+    dense = {name: field for name, field in FEATURES.items() if not field.startswith("experts.")}
+    config = replace(
+        changed(EVERYTHING, {field: speaks_of(family, naming, name) for name, field in dense.items()}), family=family
+    )
     if family == "bert":
-        return replace(config, kv_heads=4, token_types=2, binary_head=True)
+        return changed(config, {"attention.kv_heads": 4, "token_types": 2, "head.binary": True})
     if family == "t5":
-        sizes = {"kv_heads": 4, "encoder_layers": 3, "relative_buckets": 6}
-        return replace(config, normalization="LayerNorm", head_bias=True, **sizes)
+        sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
+        return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes})
     if not has_experts(family):
         return config
     if has_latent_attention(family):
-        config = replace(config, kv_heads=4, head_dim=5, kv_rank=4, q_rank=2, rope_dim=2, v_dim=3)
-    config = replace(config, mtp_layers=int(has_mtp(family)))
-    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "moe_ffn": 2, "shared_ffn": 4, "moe_layers": (1,)}
-    return replace(config, **experts, shared_gate=True, router_bias=True)
+        config = changed(
+            config,
+            {
+                "attention.kv_heads": 4,
+                "attention.head_dim": 5,
+                "latent.kv_rank": 4,
+                "latent.q_rank": 2,
+                "latent.rope_dim": 2,
+                "latent.v_dim": 3,
+            },
+        )
+    config = changed(config, {"mtp_layers": int(has_mtp(family))})
+    experts = {"experts.count": 4, "experts.per_token": 2, "experts.ffn": 2, "experts.shared_ffn": 4}
+    config = changed(config, {"layers.mlp": ("dense", "experts"), **experts})
+    return changed(config, {"experts.shared_gate": True, "experts.router_bias": True})
 
 
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
     config = everything(family)
     if family == "bert":
-        return [config, replace(config, post_norm=True)]
+        return [config, changed(config, {"norm.place": "after_sum"})]
     if family == "t5":
-        return [config, replace(config, gated=False, positions="learned"), replace(config, positions="relative")]
+        return [
+            config,
+            changed(config, {"mlp.gated": False, "positions.kind": "learned"}),
+            changed(config, {"positions.kind": "relative"}),
+        ]
     return [config]
 
 
@@ -65,7 +107,7 @@ def every_rank(
     """(chunk, tensor and expert parallel rank, tensor): all but second copies of tied embeddings."""
     rows = families()[config.family].rows
     if naming.startswith("hf"):
-        layout, vocab_rows = Layout(stage_layers=(config.layers,)), config.vocab
+        layout, vocab_rows = Layout(stage_layers=(config.layer_count,)), config.vocab
     else:
         vocab_rows = padded_vocab(config.vocab, divisor, layout.tp)
     for chunk in layout.chunks():
@@ -140,7 +182,7 @@ def test_native_names_are_unique_and_shapes_evaluate(family: str, naming: str) -
 @pytest.mark.parametrize("family", sorted(families()))
 def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
     config = everything(family)
-    for layer in range(config.layers):
+    for layer in range(config.layer_count):
         rows = [row for row in families()[family].rows if row.exists(config, layer)]
         patterns = list(chain.from_iterable(expand(row.canonical) for row in rows))
         assert len(patterns) == len(set(patterns))
@@ -151,10 +193,10 @@ def test_a_model_with_everything_has_every_row(family: str) -> None:
     configs = every_kind(family)
     either = [
         *configs,
-        *(replace(config, q_rank=0) for config in configs),
+        *(changed(config, {"latent.q_rank": 0}) for config in configs),
     ]  # queries made directly, or from a latent vector
     for row in families()[family].rows:
-        assert any(row.exists(config, layer) for config in either for layer in range(config.layers)), row.canonical
+        assert any(row.exists(config, layer) for config in either for layer in range(config.layer_count)), row.canonical
 
 
 def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
@@ -228,7 +270,10 @@ def test_names_are_unique_within_a_chunk_and_ranks_differ_only_in_values(
 @pytest.mark.parametrize("naming", ["core", "core_local"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_tied_embedding_has_a_second_copy_with_the_last_chunk(naming: str, pp: int) -> None:
-    config, layout = replace(EVERYTHING, tie_embeddings=True), Layout(pp=pp, stage_layers=(1, 1) if pp > 1 else (2,))
+    config, layout = (
+        changed(EVERYTHING, {"tie_embeddings": True}),
+        Layout(pp=pp, stage_layers=(1, 1) if pp > 1 else (2,)),
+    )
     *_, last = layout.chunks()
     natives = native_tensors(families()["llama"].rows, config, naming, layout, 0, last, config.vocab)
     (copy,) = [native for native in natives if native.tied_copy]
@@ -253,13 +298,13 @@ def rows_of(native: NativeTensor) -> str:
 
 
 def test_q_k_and_v_interleave_by_key_value_group() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     (fused,) = only(config, "core", Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight")
     assert rows_of(fused) == "q0 q1 q2 q3 k0 k1 v0 v1 q4 q5 q6 q7 k2 k3 v2 v3"
 
 
 def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     first, second = only(
         config, "core", Layout(tp=2, stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.bias"
     )
@@ -268,7 +313,10 @@ def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
 
 
 def test_without_groups_every_head_has_its_q_k_and_v_together() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1, heads=2, kv_heads=2, head_dim=1)
+    config = changed(
+        EVERYTHING,
+        {"layers.count": 1, "hidden": 1, "attention.heads": 2, "attention.kv_heads": 2, "attention.head_dim": 1},
+    )
     (fused,) = only(
         config, "core_local", Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight"
     )
@@ -276,7 +324,7 @@ def test_without_groups_every_head_has_its_q_k_and_v_together() -> None:
 
 
 def test_gate_and_up_are_joined_rank_by_rank() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     (whole,) = only(config, "core", Layout(stage_layers=(1,)), "decoder.layers.0.mlp.linear_fc1.weight")
     assert rows_of(whole) == "gate0 gate1 gate2 gate3 up0 up1 up2 up3"
     first, second = only(config, "core", Layout(tp=2, stage_layers=(1,)), "decoder.layers.0.mlp.linear_fc1.weight")
@@ -293,7 +341,7 @@ def test_row_parallel_weights_are_cut_by_columns_and_their_biases_are_copied() -
 
 
 def test_layers_count_from_zero_in_every_chunk() -> None:
-    config, layout = replace(EVERYTHING, layers=4), Layout(pp=2, vpp=2, stage_layers=(1, 1, 2, 0))
+    config, layout = changed(EVERYTHING, {"layers.count": 4}), Layout(pp=2, vpp=2, stage_layers=(1, 1, 2, 0))
     norms = [
         (chunk.pp_rank, chunk.vpp_rank, native.name, next(iter(native.parts)))
         for chunk, _, native in rank_tensors(config, "core_local", layout)
@@ -309,7 +357,7 @@ def test_layers_count_from_zero_in_every_chunk() -> None:
 
 @pytest.mark.parametrize(("vocab", "padding"), [(10, [0, 6]), (8, [0, 8]), (3, [5, 8]), (16, [0, 0])])
 def test_padding_rows_are_the_last_ones_of_the_last_ranks(vocab: int, padding: list[int]) -> None:
-    config = replace(EVERYTHING, vocab=vocab)
+    config = changed(EVERYTHING, {"vocab": vocab})
     layout = Layout(tp=2, stage_layers=(2,))
     natives = only(config, "core", layout, "embedding.word_embeddings.weight")
     assert [native.padding_rows for native in natives] == padding
@@ -326,7 +374,7 @@ def test_a_naming_with_experts_in_a_grouped_layer_has_one_tensor_per_expert_of_t
 
 
 def test_stacked_experts_are_transposed_one_under_the_other() -> None:
-    config = replace(everything("mixtral"), experts=2, hidden=1)
+    config = changed(everything("mixtral"), {"experts.count": 2, "hidden": 1})
     layout = Layout(tp=2, etp=2, stage_layers=(2,))
     stacks = only(config, "core+legacy_grouped", layout, "decoder.layers.1.mlp.experts.weight1")
     labels = labelled(config)
@@ -340,7 +388,7 @@ def test_stacked_experts_are_transposed_one_under_the_other() -> None:
 
 @pytest.mark.parametrize("naming", ["core", "core_local", "core+grouped"])
 def test_a_gpt_oss_has_its_alternating_gate_and_up_rows_as_two_halves(naming: str) -> None:
-    config = replace(everything("gpt_oss"), experts=1, experts_per_token=1, hidden=1)
+    config = changed(everything("gpt_oss"), {"experts.count": 1, "experts.per_token": 1, "hidden": 1})
     expert = "experts" if naming == "core+grouped" else "experts.local_experts.0"
     for kind in ("weight", "bias"):
         name = f"decoder.layers.1.mlp.{expert}.linear_fc1.{kind}{'0' if naming == 'core+grouped' else ''}"
@@ -351,7 +399,7 @@ def test_a_gpt_oss_has_its_alternating_gate_and_up_rows_as_two_halves(naming: st
 
 
 def test_a_gpt2_keeps_its_weights_transposed_and_q_k_and_v_side_by_side() -> None:
-    config = replace(everything("gpt2"), layers=1)
+    config = changed(everything("gpt2"), {"layers.count": 1})
     labels = labelled(config)
     (fused,) = only(config, "hf", Layout(), "transformer.h.0.attn.c_attn.weight")
     pieces = [labels[f"layers.0.attn.{name}.weight"].T for name in "qkv"]
@@ -359,7 +407,10 @@ def test_a_gpt2_keeps_its_weights_transposed_and_q_k_and_v_side_by_side() -> Non
 
 
 def test_meta_keeps_the_halves_of_each_head_in_pairs() -> None:
-    config = replace(everything("llama", "meta"), layers=1, hidden=1, heads=2, kv_heads=1, head_dim=4)
+    config = changed(
+        everything("llama", "meta"),
+        {"layers.count": 1, "hidden": 1, "attention.heads": 2, "attention.kv_heads": 1, "attention.head_dim": 4},
+    )
     (query,) = only(config, "meta", Layout(stage_layers=(1,)), "layers.0.attention.wq.weight")
     start = labelled(config)["layers.0.attn.q.weight"][0, 0]
     assert (join(query, labelled(config)) - start).reshape(-1).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -412,15 +463,15 @@ def test_a_naming_without_words_for_a_feature_is_expressible_but_not_for_that_mo
 @pytest.mark.parametrize(
     ("sizes", "dimension"),
     [
-        ({"heads": 6, "kv_heads": 4}, "heads = 6"),
-        ({"heads": 8, "kv_heads": 2}, "kv_heads = 2"),
-        ({"heads": 8, "kv_heads": 4, "ffn": 6}, "ffn = 6"),
+        ({"attention.heads": 6, "attention.kv_heads": 4}, "heads = 6"),
+        ({"attention.heads": 8, "attention.kv_heads": 2}, "kv_heads = 2"),
+        ({"attention.heads": 8, "attention.kv_heads": 4, "mlp.ffn": 6}, "ffn = 6"),
     ],
 )
 def test_a_size_that_the_ranks_do_not_divide_is_named_with_value_and_rank_count(
     sizes: dict[str, Any], dimension: str
 ) -> None:
-    config = replace(EVERYTHING, **sizes)
+    config = changed(EVERYTHING, sizes)
     with pytest.raises(LayoutError, match=rf"{dimension} .*\(tp\) = 4"):
         list(rank_tensors(config, "core", Layout(tp=4, stage_layers=(2,))))
 
@@ -429,12 +480,16 @@ def test_a_size_that_the_ranks_do_not_divide_is_named_with_value_and_rank_count(
     ("layout", "sizes", "message"),
     [
         (Layout(ep=3, stage_layers=(2,)), {}, r"experts = 4 .*\(ep\) = 3"),
-        (Layout(tp=4, etp=4, stage_layers=(2,)), {"kv_heads": 4, "moe_ffn": 6}, r"moe_ffn = 6 .*\(etp\) = 4"),
-        (Layout(tp=2, stage_layers=(2,)), {"shared_ffn": 5}, r"shared_ffn = 5 .*\(tp\) = 2"),
+        (
+            Layout(tp=4, etp=4, stage_layers=(2,)),
+            {"attention.kv_heads": 4, "experts.ffn": 6},
+            r"moe_ffn = 6 .*\(etp\) = 4",
+        ),
+        (Layout(tp=2, stage_layers=(2,)), {"experts.shared_ffn": 5}, r"shared_ffn = 5 .*\(tp\) = 2"),
     ],
 )
 def test_experts_that_the_ranks_do_not_divide_are_named(layout: Layout, sizes: dict[str, Any], message: str) -> None:
-    config = replace(everything("qwen2_moe"), **sizes)
+    config = changed(everything("qwen2_moe"), sizes)
     with pytest.raises(LayoutError, match=message):
         list(rank_tensors(config, "core", layout))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from formats.tensor import LazyTensor
 from megaconv.engine.fingerprints import read_blocks
-from megaconv.model.config import config_differences
+from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source
 from megaconv.model.training import SLOTS
 

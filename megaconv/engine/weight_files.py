@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.natives import NativeTensor, native_tensors
@@ -84,8 +84,8 @@ def whole_model(
     }
     config = family.complete(config, kept)
     most = len(kept) + 1  # of more layers some have to be missing
-    bounded = replace(config, encoder_layers=min(config.encoder_layers, most))
-    whole = Chunk(0, 0, 0, min(config.layers, most), is_first=True, is_last=True)
+    bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
+    whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
     spellings = [naming, "hf+stacked"] if naming == "hf" and any(name.endswith(_STACKED) for name in kept) else [naming]
     if spellings == ["hf"]:
         _require_experts(config, len(kept), where)
@@ -97,9 +97,11 @@ def whole_model(
 
 def _require_experts(config: ModelConfig, held: int, where: str) -> None:
     """Before they are named one by one: raises TensorMismatch where most of them can't be there."""
-    layers = sum(config.has("moe", layer) for layer in range(config.layers))
-    if layers * config.experts > 2 * held + 10_000:
-        what = f"{held} tensors, the configuration tells of {config.experts:,} experts in each of {layers:,} layers"
+    layers = len(config.layers_with("moe"))
+    if layers * config.experts.count > 2 * held + 10_000:
+        what = (
+            f"{held} tensors, the configuration tells of {config.experts.count:,} experts in each of {layers:,} layers"
+        )
         raise TensorMismatch(f"{where}: holds {what}; it is incomplete, or of another model")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megaconv.errors import UnknownFamily
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families.parts.words import CONFIG_NAME, Words, read_words, write_words
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
@@ -25,10 +26,12 @@ class Family:
     """transformers' class names: `LlamaForCausalLM`."""
     model_type: str
     rows: tuple[Row, ...]
-    read_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    """From config.json to our configuration."""
-    write_hf: Callable[[ModelConfig], dict[str, Any]]
-    """From our configuration to a config.json that transformers 4 and 5 both understand."""
+    words: tuple[Words, ...]
+    """The keys of its config.json, and the fields of a model's description that they tell."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that are the same in all its models, whatever config.json says."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys that compute something, each with the one value that is known; written as they are."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of native names that hold nothing of the model."""
     features: tuple[str, ...] = ()
@@ -39,6 +42,20 @@ class Family:
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """What a config.json leaves open and only the names of the tensors beside it tell."""
+    recognized: str | None = None
+    """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
+    None where these don't tell it from another family that computes the same."""
+    assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
+    """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
+
+    def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
+        """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for what isn't known."""
+        quant_method(raw, CONFIG_NAME)
+        return read_words(self.name, self.words, self.fixed, self.only, raw)
+
+    def write_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """A config.json that transformers 4 and 5 both understand. Raises NotExpressible, naming it, for a field that it can't keep."""
+        return write_words(self.words, self.fixed, self.only, config, self.architectures[0], self.model_type)
 
 
 REFUSED = {
@@ -95,3 +112,34 @@ def family(name: str) -> Family:
     if name not in families():
         raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(families())}")
     return families()[name]
+
+
+def recognize(config: ModelConfig) -> Family:
+    """The family of a model whose configuration doesn't say it. Raises UnknownFamily where none fits, or more than one."""
+    found = [
+        family for family in families().values() if family.recognized is not None and config.has(family.recognized)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UnknownFamily(
+            f"the checkpoint may be of several model families: {', '.join(family.name for family in found)}; "
+            "give --config with the Hugging Face directory of the model"
+        )
+    near = min(
+        (family for family in families().values() if family.recognized),
+        key=lambda family: len(_unlike(config, family)),
+    )
+    raise UnknownFamily(
+        f"the checkpoint is of no model family that is known; the nearest is {near.name}, and differs in: "
+        + "; ".join(_unlike(config, near))
+    )
+
+
+def _unlike(config: ModelConfig, family: Family) -> list[str]:
+    """What a model would need to have, or to lack, to be recognized as one of a family's."""
+    return [
+        f"the model has {name[1:]}" if name.startswith("!") else f"the model has no {name}"
+        for name in (family.recognized or "").split()
+        if not config.has(name)
+    ]

@@ -84,16 +84,15 @@ class NativeTensor:
 def rank_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
     """The sizes of one tensor-parallel rank's share. Raises LayoutError for what can't be cut."""
     cut = {"heads": layout.tp, "kv_heads": layout.tp}
-    if any(config.has("dense", layer) for layer in range(config.layers)):
+    if config.layers_with("dense"):
         cut["ffn"] = layout.tp
-    if config.shared_ffn:
+    if config.experts.shared_ffn:
         cut["shared_ffn"] = layout.tp
-    sizes = config.sizes() | {
-        name: divide(getattr(config, name), size, name, "tensor parallel size (tp)") for name, size in cut.items()
-    }
-    if config.experts:
-        sizes["moe_ffn"] = divide(config.moe_ffn, layout.etp, "moe_ffn", "expert tensor parallel size (etp)")
-        sizes["local_experts"] = divide(config.experts, layout.ep, "experts", "expert parallel size (ep)")
+    whole = config.sizes()
+    sizes = whole | {name: divide(whole[name], size, name, "tensor parallel size (tp)") for name, size in cut.items()}
+    if config.experts.count:
+        sizes["moe_ffn"] = divide(config.experts.ffn, layout.etp, "moe_ffn", "expert tensor parallel size (etp)")
+        sizes["local_experts"] = divide(config.experts.count, layout.ep, "experts", "expert parallel size (ep)")
     return sizes
 
 
@@ -160,8 +159,8 @@ def _mtp(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTen
     """Layers that predict further tokens: Megatron counts them for themselves, Hugging Face after all others."""
     config, base = rank.config, rank.naming.partition("+")[0]
     for layer in range(config.mtp_layers):
-        local = config.layers + layer if base == "hf" else layer
-        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layers - 1)):
+        local = config.layer_count + layer if base == "hf" else layer
+        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layer_count - 1)):
             yield from _natives(row, rank, local, layer)
         for row in rows:
             name = (row.mtp_copy or {}).get(base)
@@ -225,7 +224,7 @@ def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[Na
             axis = _axis(row, spelling)
             made = replace(made, replicated=axis is None, tp=axis)
             if index in paired:
-                made = _rearranged(made, pairs=rank.config.head_dim)
+                made = _rearranged(made, pairs=rank.config.attention.head_dim)
             yield _rearranged(made, halves=True) if isinstance(spelling, Halves) else made
 
 

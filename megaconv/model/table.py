@@ -191,7 +191,7 @@ def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Sh
     """Every canonical tensor of a model with its shape, in model order."""
     sizes, shapes = config.sizes(), {}
     for row, layer in _model_order(rows, config):
-        for expert in range(config.experts) if row.of_experts else (0,):
+        for expert in range(config.experts.count) if row.of_experts else (0,):
             for name, shape in zip(expand(row.canonical), row.shapes, strict=True):
                 shapes[fill(name, layer, expert)] = evaluate(shape, sizes)
     return shapes
@@ -203,11 +203,11 @@ def fill(pattern: str, layer: int, expert: int | None) -> str:
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     for stage in STAGES:
         for _, layer in layers_of(stage, config, whole):
             for row in rows:
-                if row.stage == stage and row.exists(config, config.layers - 1 if stage == "mtp" else layer):
+                if row.stage == stage and row.exists(config, config.layer_count - 1 if stage == "mtp" else layer):
                     yield row, layer
 
 
@@ -220,7 +220,7 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     if stage == "layer":
         yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
     elif stage == "encoder":
-        together = range(config.encoder_layers if chunk.is_first else 0)
+        together = range(config.encoder.layers if chunk.is_first else 0)
         yield from enumerate(together if chunk.encoder is None else chunk.encoder)
     elif stage == "between":
         ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
@@ -228,6 +228,6 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     elif stage == "mtp":
         yield from ((layer, layer) for layer in range(config.mtp_layers) if chunk.is_last)
     elif stage == "last":
-        yield from [(config.layers, config.layers)] if chunk.is_last else []
+        yield from [(config.layer_count, config.layer_count)] if chunk.is_last else []
     else:
         yield from [(0, 0)] if chunk.is_first else []

@@ -266,7 +266,7 @@ class DistOptimizer:
     def _naming(self, config: ModelConfig) -> str:
         engine = getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
         naming = "core" if engine else "core_local"
-        if config.experts and getattr(self.args, "moe_grouped_gemm", False):
+        if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
             legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
             naming += "+legacy_grouped" if legacy else "+grouped"
         return naming
