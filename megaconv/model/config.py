@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from megaconv.errors import CorruptCheckpoint
-from megaconv.model.ceilings import require_possible
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,6 @@ class ModelConfig:
                 raise CorruptCheckpoint(f"the model's {name} should be a positive number, found {value!r}")
         if not self.layers:
             raise CorruptCheckpoint("the model's layers should be a positive number, found 0")
-        require_possible(self.sizes() | {"layers": len(self.layers), "mtp_layers": self.mtp_layers})
         for name in ("norm.epsilon", "positions.theta", "positions.rotary_percent"):
             value = value_of(self, name)
             if type(value) not in (int, float) or not isfinite(value):

@@ -72,6 +72,7 @@ def from_fields(family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | 
     unknown = values.keys() - set(FIELDS)
     if unknown:
         raise TypeError(f"a model has no {', '.join(sorted(unknown))}")
+    require_possible(values)
     grouped: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -88,7 +89,6 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     count = values["layers.count"]
     if type(count) is not int or count < 1:
         raise CorruptCheckpoint(f"the model's layers should be a positive number, found {count!r}")
-    require_possible({"layers": count, "experts": 0})
     columns = {name: values[f"layers.{name}"] for name in _OF_LAYERS if f"layers.{name}" in values}
     for name, column in columns.items():
         if isinstance(column, tuple) and len(column) != count:

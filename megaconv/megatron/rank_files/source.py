@@ -116,7 +116,8 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts.count:
         with well_formed("the experts' shapes"):
-            layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count))
+            etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
+        layout = replace(layout, etp=etp)
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
