@@ -9,7 +9,6 @@ import torch
 from megaconv.engine.sidecars import find_sidecars, read_sidecar
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -152,10 +151,9 @@ def _sidecars(settings: Settings, config: ModelConfig, start: Start | None) -> d
         paths = start.files
     files = {name: read_sidecar(path) for name, path in paths.items()}
     try:
-        written = family(config.family).write_hf(config)
+        return files | {CONFIG_NAME: family(config.family).config_json(config)}
     except NotExpressible:
         return files
-    return files | {CONFIG_NAME: config_json(config, written)}
 
 
 def _introduce(run: Run, start: Start | None) -> None:

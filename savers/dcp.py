@@ -9,7 +9,6 @@ from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
@@ -23,7 +22,7 @@ DESCRIPTION = "PyTorch distributed checkpoint (DCP) with transformers' names, fo
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)
-    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, table.write_hf(config)))}
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
     files |= copies(header.files)
     whole, stored = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True), DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}

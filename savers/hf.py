@@ -10,7 +10,6 @@ from megaconv.engine.base_model import CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -30,11 +29,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config, table = header.config, family(header.config.family)
     if config.head.activation and "activation" in options.allow_lossy:
         config = changed(config, {"head.activation": config.mlp.activation})
-    written = table.write_hf(config)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     listed = list(native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab))
     natives = [native for native in listed if native.copy is None or native.copy.written]
-    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
     files |= copies(header.files)
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
     if options.base is not None:

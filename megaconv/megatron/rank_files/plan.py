@@ -15,7 +15,6 @@ from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
@@ -173,8 +172,7 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
     # A mixture that only Megatron knows has no config.json: its args say all there is to say.
     with suppress(NotExpressible):
-        written = family(config.family).write_hf(config)
-        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json(config, written))
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
