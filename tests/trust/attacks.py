@@ -1,0 +1,25 @@
+"""The kinds of attack, in the order in which the runner takes them; those that import torch come last."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.trust import faults, kills
+from tests.trust.bench import Bench
+
+
+class Attack(NamedTuple):
+    run: Callable[[Bench, int], None]
+    """One case by its number. Raises judging.Failure."""
+    what: str
+    batch: int = 1
+    """Inputs that one case takes."""
+
+    def cases(self, count: int) -> int:
+        """How many cases it takes for so many inputs."""
+        return -(-count // self.batch)
+
+
+ATTACKS = {
+    "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
+    "faults": Attack(faults.attack, "system calls that fail"),
+}
