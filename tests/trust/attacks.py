@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.trust import faults, kills
+from tests.trust import faults, kills, mutations
 from tests.trust.bench import Bench
 
 
@@ -22,4 +22,5 @@ class Attack(NamedTuple):
 ATTACKS = {
     "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
     "faults": Attack(faults.attack, "system calls that fail"),
+    "mutations": Attack(mutations.attack, "damaged checkpoints and remains"),
 }

@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megaconv.engine import transfer
 from tests.trust import server
 from tests.trust.bench import Bench, command
 from tests.trust.checkpoints import SAVERS
 from tests.trust.judging import ABSENT, Failure, check_conduct, check_nothing_left, check_one_of
+from tests.trust.kills import journal_every_tensor
 
 SHORT = -1
 """Half of what was to be read or written, instead of an error."""
@@ -130,7 +130,7 @@ def _judge_repetition(folder: Path, arguments: list[object], new: object, what: 
 
 
 def _arm(bench: Bench, fault: Fault | None) -> None:
-    transfer.JOURNAL_SECONDS = 0  # type: ignore[assignment]
+    journal_every_tensor()
     arm = _library().failing_calls_arm
     directory = os.fsencode(bench.root) + b"/"
     if fault is None:
@@ -154,7 +154,9 @@ def _plan(bench: Bench) -> list[Fault]:
             for kind, count in zip(KINDS, _counts(bench, saver, way), strict=True):
                 calls = range(1, count + 1)
                 plan += [Fault(saver, way, kind, call, error, False) for error in KINDS[kind] for call in calls]
-                plan += [Fault(saver, way, kind, call, error, True) for error in FOR_GOOD.get(kind, ()) for call in calls]
+                plan += [
+                    Fault(saver, way, kind, call, error, True) for error in FOR_GOOD.get(kind, ()) for call in calls
+                ]
     bench.random("faults", 0).shuffle(plan)
     return plan
 

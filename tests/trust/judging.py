@@ -36,8 +36,12 @@ class Failure(Exception):
         self.promise, self.text = promise, text
 
 
-def check_conduct(outcome: Outcome, what: str = "", *, killed: bool = False) -> None:
-    """What holds for every run, whatever was done to it. killed: by the case itself, so that it need not say anything."""
+def check_conduct(outcome: Outcome, what: str = "", *, killed: bool = False, answers: Collection[int] = (0,)) -> None:
+    """What holds for every run, whatever was done to it.
+
+    killed: by the case itself, so that it need not say anything.
+    answers: exit statuses that are no errors; 4 is one of commands that compare.
+    """
     shown = f"{what}: exit {outcome.status}: {outcome.err[-600:]}"
     if outcome.hung:
         raise Failure("hang", f"{what}: no end after {outcome.seconds:.0f} s")
@@ -51,7 +55,7 @@ def check_conduct(outcome: Outcome, what: str = "", *, killed: bool = False) -> 
         return
     if outcome.status < 0:
         raise Failure("message", f"{what}: ended by signal {-outcome.status}")
-    if outcome.status and not _OURS.search(outcome.err):
+    if outcome.status not in answers and not _OURS.search(outcome.err):
         raise Failure("message", shown)
 
 
@@ -82,5 +86,5 @@ def check_nothing_left(folder: Path, known: Collection[str], what: str) -> None:
     """Only known names are in the folder of a target."""
     found = sorted(path.name for path in folder.iterdir() if path.name not in known)
     if found:
-        inside = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name not in known)
-        raise Failure("left", f"{what}: {', '.join(inside[:6])}")
+        held = sum(len(list((folder / name).rglob("*"))) for name in found)
+        raise Failure("left", f"{what}: {', '.join(found)}, with {held} entries")
