@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.trust import faults, kills, mutations
+from tests.trust import faults, hostile_archives, hostile_files, hostile_pickles, kills, moving_sources, mutations
 from tests.trust.bench import Bench
 
 
@@ -23,4 +23,8 @@ ATTACKS = {
     "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
     "faults": Attack(faults.attack, "system calls that fail"),
     "mutations": Attack(mutations.attack, "damaged checkpoints and remains"),
+    "pickles": Attack(hostile_pickles.attack, "hostile pickles"),
+    "archives": Attack(hostile_archives.attack, "hostile archives"),
+    "files": Attack(hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"),
+    "moving": Attack(moving_sources.attack, "sources that change while they are read"),
 }

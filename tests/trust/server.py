@@ -33,7 +33,7 @@ _ADDRESS_SPACE = 4 << 30
 
 _FORBIDDEN = frozenset((
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen",
-    "pickle.find_class", "socket.connect", "socket.bind", "urllib.Request", "webbrowser.open", "shutil.copytree",
+    "pickle.find_class", "socket.connect", "socket.bind", "urllib.Request", "webbrowser.open",
 ))  # fmt: skip
 """Audit events that no command has a reason for."""
 
