@@ -3,7 +3,18 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.trust import faults, hostile_archives, hostile_files, hostile_pickles, kills, moving_sources, mutations
+from tests.trust import (
+    faults,
+    fuzz,
+    hostile_archives,
+    hostile_files,
+    hostile_pickles,
+    kills,
+    moving_sources,
+    mutations,
+    rank_kills,
+    trainer_kills,
+)
 from tests.trust.bench import Bench
 
 
@@ -27,4 +38,7 @@ ATTACKS = {
     "archives": Attack(hostile_archives.attack, "hostile archives"),
     "files": Attack(hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"),
     "moving": Attack(moving_sources.attack, "sources that change while they are read"),
+    "fuzz": Attack(fuzz.attack, "inputs of parsers", fuzz.BATCH),
+    "ranks": Attack(rank_kills.attack, "conversions by several processes of which some are killed"),
+    "trainer": Attack(trainer_kills.attack, "training runs that are killed while they save"),
 }

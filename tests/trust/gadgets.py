@@ -101,9 +101,9 @@ _FORMS: list[tuple[str, Form]] = [
 ]  # fmt: skip
 
 
-def monster(random: Random) -> tuple[bytes, str]:
-    """Instructions that ask for too much: depth, sizes, memo indices, parts that multiply."""
-    count = random.choice([100, 10_000, 1_000_000])
+def monster(random: Random, counts: tuple[int, ...] = (100, 10_000, 1_000_000)) -> tuple[bytes, str]:
+    """Instructions that ask for too much: depth, sizes, memo indices, parts that multiply. counts: how often they repeat."""
+    count = random.choice(counts)
     big = random.choice([2**31 - 1, 2**32 - 1, 2**62])
     choices = {
         "lists in lists": b"]" * count + b"a" * (count - 1),

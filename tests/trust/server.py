@@ -28,7 +28,7 @@ from megaconv.families import families
 SECONDS = 20.0
 """After which a case that has not ended is one that hangs; on a quiet machine they take hundredths of one."""
 
-_ADDRESS_SPACE = 4 << 30
+_ADDRESS_SPACE = 2 << 30
 """Of a case, so that one that wants everything doesn't take the machine along."""
 
 _FORBIDDEN = frozenset((
