@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from formats.ceilings import AXES, AXIS
 from formats.pickle_records import (
     STORAGE_DTYPES,
     Global,
@@ -141,10 +142,10 @@ def _tuple(value: object) -> tuple[object, ...]:
 
 def _naturals(values: object) -> Shape:
     sizes = _tuple(values)
-    if len(sizes) > 64:
-        raise MalformedError("a shape of more than 64 axes")
+    if len(sizes) > AXES:
+        raise MalformedError(f"a shape of more than {AXES} axes")
     for size in sizes:
-        if type(size) is not int or not 0 <= size < 1 << 63:
+        if type(size) is not int or not 0 <= size < AXIS:
             raise MalformedError("a shape, stride or offset that is not made of natural numbers")
     return cast(Shape, sizes)
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from mmap import mmap
 from struct import Struct
 
+from formats.ceilings import PICKLE_BYTES
 from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
-
-LIMIT_BYTES = 512 << 20
-"""No pickle may be longer: the tensors lie outside."""
 
 
 class Machine:
@@ -23,7 +21,7 @@ class Machine:
     def __init__(self, data: bytes | mmap, offset: int, persistent: PersistentHook, tensor: TensorHook) -> None:
         self.data = data
         self.start = self.position = offset
-        self.end = min(len(data), offset + LIMIT_BYTES)
+        self.end = min(len(data), offset + PICKLE_BYTES)
         self.persistent = persistent
         self.tensor = tensor
         self.stack: list[object] = []

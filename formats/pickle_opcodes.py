@@ -6,8 +6,9 @@ What each one does, and which bytes follow it, is described in CPython's picklet
 from collections.abc import Callable
 from struct import Struct
 
+from formats.ceilings import PICKLE_BYTES
 from formats.pickle_globals import MalformedError, UnsafeCallError, check_key, resolve
-from formats.pickle_machine import LIMIT_BYTES, Machine
+from formats.pickle_machine import Machine
 
 Handler = Callable[[Machine], None]
 _U1, _U2, _U4, _U8, _I4, _F8 = Struct("<B"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
@@ -40,7 +41,7 @@ def run(machine: Machine) -> object:
             return machine.stack.pop()
         else:
             _HANDLERS[code](machine)
-    raise MalformedError("it ends too early" if end == len(data) else f"it is longer than {LIMIT_BYTES} bytes")
+    raise MalformedError("it ends too early" if end == len(data) else f"it is longer than {PICKLE_BYTES} bytes")
 
 
 def _constant(value: object) -> Handler:

@@ -12,7 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from formats.ceilings import TRACKER_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.opened import unnoted
+from formats.regular_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
@@ -51,7 +54,8 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        word = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        with unnoted():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
+            word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))

@@ -5,7 +5,7 @@ and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying 
 dtypes are names (torch's), and buffers are arrays of bytes.
 """
 
-import errno
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from formats.ceilings import AXES, AXIS
 from formats.errors import CorruptCheckpoint
+from formats.regular_files import open_regular, regular_size
 
 Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]
@@ -53,6 +55,15 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
     if len(shape) == 1:
         return shape[0], 1
     return prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def as_shape(sizes: object) -> Shape:
+    """A shape, offset or strides that a file tells, a list or tuple. Raises ValueError unless these are natural numbers."""
+    if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
+        raise ValueError(f"{sizes!r:.80} is no list of at most {AXES} numbers")
+    if not all(type(size) is int and 0 <= size < AXIS for size in sizes):
+        raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
+    return tuple(sizes)
 
 
 def byte_count(shape: Shape, dtype: str) -> int:
@@ -109,18 +120,12 @@ class InputFile:
     @classmethod
     def open(cls, path: Path) -> "InputFile":
         """Raises CorruptCheckpoint when there is no such regular file."""
-        try:
-            if path.is_file():
-                return cls(path, path.stat().st_size)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
-        raise CorruptCheckpoint(f"{path}: no such file")
+        return cls(path, regular_size(path))
 
     def _open(self) -> int:
         with self._lock:
             if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = open_regular(self.path)
             return self._descriptor
 
     def read_into(self, offset: int, out: Bytes) -> None:
@@ -152,10 +157,12 @@ class InputFile:
         self.close()
 
     def close(self) -> None:
+        """May be called again, also after it failed: then the descriptor is another file's."""
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # nothing was written through it
+                    os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,8 @@ class StridedTensor:
         itemsize = ITEMSIZE[self.dtype]
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         try:
-            flat = np.memmap(self.file.path, np.uint8, "r", self.offset, (extent * itemsize,))
+            with os.fdopen(open_regular(self.file.path), "rb") as file:
+                flat = np.memmap(file, np.uint8, "r", self.offset, (extent * itemsize,))
         except (OSError, ValueError) as error:
             raise CorruptCheckpoint(f"{self.file.path}: can't be read any more ({error}); was it changed?") from error
         view = np.lib.stride_tricks.as_strided(

@@ -19,9 +19,9 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 from formats import pickle_guard, torch_legacy
+from formats.ceilings import PICKLE_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.output import Record
-from formats.pickle_machine import LIMIT_BYTES
 from formats.pickle_writer import Constant, Placeholder, dumps
 from formats.stored_zip import Member, PlannedMember, directory, local_header, place, read_directory
 from formats.tensor import InputFile, byte_count
@@ -89,8 +89,8 @@ def _root(file: InputFile, records: Mapping[str, Member]) -> str:
 
 def _content(file: InputFile, record: Member) -> bytes:
     """torch writes zeros for checksums when told not to compute them."""
-    if record.nbytes > LIMIT_BYTES:
-        raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {LIMIT_BYTES}")
+    if record.nbytes > PICKLE_BYTES:
+        raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {PICKLE_BYTES}")
     content = file.read(record.offset, record.nbytes)
     if record.crc and crc32(content) != record.crc:
         raise CorruptCheckpoint(f"{file.path}: the checksum of the record at {record.offset} is wrong; copy it again")

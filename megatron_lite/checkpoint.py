@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from formats import rank_files
 from formats.errors import CheckpointError
-from formats.staging import sync_directory
+from formats.renames import sync_directory
 from megatron_lite.dist_files import write_blocks, write_common, write_file
 from megatron_lite.snapshot import Snapshot
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.sidecars import find_sidecars, read_sidecar
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
@@ -149,7 +149,7 @@ def _sidecars(settings: Settings, config: ModelConfig, start: Start | None) -> d
     paths: Mapping[str, Path] = find_sidecars(Path(tokenizer)) if tokenizer else {}
     if start is not None:
         paths = start.files
-    files = {name: path.read_bytes() for name, path in paths.items()}
+    files = {name: read_sidecar(path) for name, path in paths.items()}
     try:
         written = family(config.family).write_hf(config)
     except NotExpressible:

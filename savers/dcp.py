@@ -7,6 +7,7 @@ from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.sidecars import copies
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
 from megaconv.model.ir import Header, Key
@@ -21,7 +22,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, table.write_hf(config)))}
-    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files |= copies(header.files)
     whole, stored = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True), DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
     for native in native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab):

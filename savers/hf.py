@@ -9,6 +9,7 @@ from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.sidecars import copies
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
 from megaconv.model.config import ModelConfig
@@ -32,14 +33,14 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     listed = list(native_tensors(table.rows, config, "hf", Layout(), 0, whole, config.vocab))
     natives = [native for native in listed if not native.tied_copy or native.mtp_copy]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}
-    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files |= copies(header.files)
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
     if options.base is not None:
         base = open_base(options.base, config.dtype)
         names = base.names_of({native.name: native.shape for native in natives}, {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
         more = {name: path for name, path in base.files().items() if name not in files}
-        files |= {name: PlainFile(path.read_bytes()) for name, path in more.items()}
+        files |= copies(more)
         files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
         added = [*copied, *more]
     else:

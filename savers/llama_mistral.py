@@ -13,6 +13,7 @@ from formats.pickle_writer import Placeholder
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.sidecars import copies
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
@@ -29,7 +30,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config = header.config
     kind = options.checkpoint_type or ("mistral" if config.family in ("mistral", "mixtral") else "meta")
     _check(kind, options)
-    files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files: dict[str, FileLayout] = {**copies(header.files)}
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
     naming = "meta" if kind == "meta" and not is_llama3(config) else "meta+rows"
     layout = Layout(tp=options.tp or 1)

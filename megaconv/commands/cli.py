@@ -1,9 +1,6 @@
 """The command line. Work is imported inside each command, so that --help answers at once."""
 
-import gc
 import json
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from megaconv.commands import command_options as opt
-from megaconv.errors import CheckpointError, Interrupted, is_interruption
+from megaconv.commands.process import ignore_signals, say
+from megaconv.commands.process import run as run_process
+from megaconv.errors import Interrupted, is_interruption
 
 app = typer.Typer(
     name="megaconv",
@@ -136,7 +135,12 @@ def convert(
         _dry_run(load_dir, save_dir, saver, options, as_json)
 
 
-def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
+def _complete(error: BaseException) -> str:
+    """What an interruption that came too late says of the output."""
+    return str(error) if isinstance(error, Interrupted) else ""
+
+
+def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
@@ -150,9 +154,10 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
-        raise Interrupted("give --resume again to go on" if options.resume else "") from None
+        raise Interrupted(_complete(error) or ("give --resume again to go on" if options.resume else "")) from None
     if ranks.rank:
         return
+    ignore_signals()
     if as_json:
         _print_json(report.to_json())
         return
@@ -162,7 +167,7 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     print(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     for notice in report.notices:
-        print(notice, file=sys.stderr)
+        say(notice)
     verified = " (verified)" if report.verified else ""
     print(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
@@ -174,7 +179,7 @@ def _print_from_base(report: Any) -> None:
         print(f"from the original: {name}")
 
 
-def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
+def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.engine.conversion import prepare
 
@@ -184,9 +189,9 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
         return
     _print_from_base(report)
     for name, size in report.files.items():
-        print(f"{size:>18,}  {save_dir / name}")
+        print(f"{size:>18,}  {Path(save_dir) / name}")
     for notice in report.notices:
-        print(notice, file=sys.stderr)
+        say(notice)
     print(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
     )
@@ -367,38 +372,6 @@ def _print_json(document: Any) -> None:
     print(json.dumps(document, indent=1))
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # impatience must not disturb the cleaning up
-    raise Interrupted
-
-
 def main() -> None:
-    """The entry point: turns errors into one line and an exit status."""
-    import logging
-
-    logging.addLevelName(logging.WARNING, "warning")
-    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
-    try:
-        app()
-    except CheckpointError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    except (Interrupted, RuntimeError) as error:
-        if not is_interruption(error):
-            raise
-        hint = str(error) if isinstance(error, Interrupted) else ""
-        print(f"megaconv: interrupted; {hint or 'nothing was left behind'}", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
-    except OSError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        gc.freeze()  # or the interpreter would look through everything once more before it ends
-        gc.enable()
+    """The entry point."""
+    run_process(lambda: app())

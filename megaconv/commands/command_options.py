@@ -27,7 +27,8 @@ LoadDir = Annotated[
     ),
 ]
 SaveDir = Annotated[
-    Path, typer.Option("--save-dir", "--save", help="Output directory; must not exist yet, or be empty.")
+    str,  # which may be empty, as a path may not
+    typer.Option("--save-dir", "--save", metavar="PATH", help="Output directory; must not exist yet, or be empty."),
 ]
 Saver = Annotated[
     str,

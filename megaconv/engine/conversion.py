@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-import os
 import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from formats.opened import OpenedFiles
 from formats.staging import Staging
 from formats.tensor import LazyTensor
 from megaconv import registry
@@ -21,8 +22,9 @@ from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memor
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
+from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
-from megaconv.errors import Cancelled, ModelsDiffer, UsageError
+from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import resolve
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LoadOptions, SaveOptions
@@ -174,42 +176,71 @@ def convert(
 
     ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
     """
-    with ranks:
-        started = time.monotonic()
-        staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
-        path = resolve(str(load_dir))
-        if staging.target in Path(os.path.realpath(path)).parents:
-            raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
+    complete: list[str] = []
+    try:
+        with ranks:
+            return _convert(load_dir, save_dir, saver, options, advance, ranks, complete)
+    except BaseException as error:
+        if complete and is_interruption(error):
+            kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
+            raise kind(f"{complete[0]} is complete") from None
+        if complete and isinstance(error, CheckpointError):
+            raise CheckpointError(f"{error}; {complete[0]} is complete") from error
+        raise
+
+
+def _convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    options: ConvertOptions,
+    advance: Callable[[int], None],
+    ranks: Ranks,
+    complete: list[str],
+) -> Report:
+    """complete: where save_dir is entered when the output is there, whatever happens then."""
+    started = time.monotonic()
+    refuse_place(save_dir)
+    staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
+    refuse_loss(save_dir, resolve(str(load_dir)), (options.load.config, options.save.base), RECORD_NAME)
+    opened = OpenedFiles()
+    with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-        identity = _identity(path, options.dtype)
-        ranks.agree("source", identity)
-        ranks.agree("options", repr((saver, staging.target, options)))
-        if not options.resume and not ranks.rank:
-            staging.require_space(report.nbytes)
-        shares = share_out(report.plan, source.header.manifest, ranks.size)
-        try:
+    ranks.agree("source", _digest(options.dtype, opened.listing()))
+    ranks.agree("options", repr((saver, staging.target, options)))
+    # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
+    identity = _digest(options.dtype, opened.listing(), opened.inode_changes())
+    if not options.resume and not ranks.rank:
+        staging.require_space(report.nbytes)
+    shares = share_out(report.plan, source.header.manifest, ranks.size)
+    try:
+        with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
-            if ranks.rank:
-                staging.sync()  # rank 0 does when it commits
-            fingerprint = combine(_gather(ranks, shares, digests))
-            if options.verify:
-                hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
-                verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
-                ranks.gather("")
-            if ranks.rank:
-                staging.keep()
-            else:
-                record = staging.file(RECORD_NAME, report.record_bytes)
-                record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
-                staging.commit()
-        except BaseException as error:
-            # An interrupted run is worth keeping only for somebody who said that they'd resume it.
-            interrupted = ranks.fail(error)
-            if options.resume and interrupted:
-                staging.keep()
-            else:
-                staging.discard()
-            raise
+        opened.require_unchanged()
+        if ranks.rank:
+            staging.finish()  # rank 0 does when it commits
+        fingerprint = combine(_gather(ranks, shares, digests))
+        if options.verify:
+            hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
+            verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
+            ranks.gather("")
+        if ranks.rank:
+            staging.keep()
+        else:
+            record = staging.file(RECORD_NAME, report.record_bytes)
+            record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
+            staging.commit()
+    except BaseException as error:
+        # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+        interrupted = ranks.fail(error)
+        if options.resume and interrupted:
+            staging.keep()
+        else:
+            staging.discard()
+        raise
+    finally:
+        if staging.committed:
+            complete.append(str(save_dir))
     return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
 
 
@@ -230,7 +261,8 @@ def _transfer(
             block_bytes=block_bytes(options.max_memory, workers), advance=advance,
         )  # fmt: skip
     stream = Stream(options.max_memory // 2)
-    sender = threading.Thread(target=_send, args=(source, stream), name="loader", daemon=True)
+    # In a copy of the context, so that files which a source opens no sooner than here are noted too.
+    sender = threading.Thread(target=copy_context().run, args=(_send, source, stream), name="loader", daemon=True)
     sender.start()
     digests = transfer.run(stream, workers)
     sender.join()
@@ -292,11 +324,8 @@ def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerpri
     return (json.dumps(record, indent=1) + "\n").encode()
 
 
-def _identity(path: Path, dtype: str | None) -> str:
-    """Changes whenever the source does: names, sizes and times of all its files."""
-    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
-    listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return hashlib.sha256(json.dumps([__version__, str(path.resolve()), dtype, listing]).encode()).hexdigest()
+def _digest(*what: Any) -> str:
+    return hashlib.sha256(json.dumps([__version__, *what]).encode()).hexdigest()
 
 
 def _workers(options: ConvertOptions) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megaconv.errors import UnknownFamily
 from megaconv.families.parts.hf_config import load_config
+from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
@@ -84,6 +85,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
     """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily."""
     raw = load_config(path)
+    require_countable(raw, str(path))
     with well_formed(str(path)):
         found = family_of_hf(raw, str(path))
         return found, found.read_hf(raw)

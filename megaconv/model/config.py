@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
+from megaconv.model.ceilings import require_possible
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ModelConfig:
             value, least = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
             if type(value) is not int or value < least:
                 raise CorruptCheckpoint(f"the model's {name} should be a positive number, found {value!r}")
+        require_possible(vars(self))
         for name in ("norm_epsilon", "rope_theta", "rotary_percent"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not isfinite(value):

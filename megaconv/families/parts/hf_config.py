@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from formats.ceilings import CONFIG_BYTES
+from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.model.config import ModelConfig
 
@@ -24,12 +26,9 @@ QUANT_METHODS = ("fp8", "mxfp4")
 
 def load_config(path: Path) -> dict[str, Any]:
     """Raises CorruptCheckpoint when the file is not a JSON object."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CorruptCheckpoint(f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
+    if not path.exists():
+        raise CorruptCheckpoint(f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}")
+    config = read_json(path, CONFIG_BYTES)
     if not isinstance(config, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(config).__name__}")
     return config

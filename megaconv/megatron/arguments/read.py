@@ -12,6 +12,7 @@ from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
 from megaconv.megatron.arguments.encoder import POST_NORM, read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.write import LLAMA3_SCALING, YARN, YARN_TRUNCATE
+from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 
@@ -219,7 +220,7 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
 
     def size(name: str) -> int | None:
         value = getattr(args, name, None)
-        return value if type(value) is int and value > 0 else None
+        return value if type(value) is int and 0 < value <= RANKS else None
 
     pattern = getattr(args, "pipeline_model_parallel_layout", None)
     split = LayerSplit(

@@ -12,7 +12,7 @@ from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
@@ -171,9 +171,7 @@ def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> st
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
-    files: dict[str, FileLayout] = {
-        f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in header.files.items()
-    }
+    files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
     # A mixture that only Megatron knows has no config.json: its args say all there is to say.
     with suppress(NotExpressible):
         written = family(config.family).write_hf(config)

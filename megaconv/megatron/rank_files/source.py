@@ -37,6 +37,7 @@ from megaconv.megatron.optimizer.source import (
 )
 from megaconv.megatron.optimizer.training_output import NOT_APART
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import STRUCTURE, ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
@@ -106,12 +107,14 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     listing, ranks, args = source.listing, source.ranks, source.args
     names = with_stacks(dialect.landmarks, ranks)
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
-    layout = find_layout(ranks, args, names)
-    found = find_sizes(ranks, layout, args, names)
+    with well_formed(ranks.files[min(ranks.files)]):
+        layout = find_layout(ranks, args, names)
+        found = find_sizes(ranks, layout, args, names)
     legacy = dialect.naming == "legacy"
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts:
-        layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
+        with well_formed("the experts' shapes"):
+            layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
@@ -145,7 +148,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
         layout=written,
         training=training,
         files=find_sidecars(sidecars),
-        vocab_divisor=divisor if isinstance(divisor, int) and divisor > 0 else None,
+        vocab_divisor=divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None,
         source=dialect.description,
         padded_vocab=padded,
         has_optimizer=training.optimizer is not None,

@@ -1,0 +1,106 @@
+"""The process that a command is: its signals, its standard streams, and what it ends with."""
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from formats.signals import ENDING
+from megaconv.errors import CheckpointError, Interrupted, is_interruption
+
+_AGAIN_SECONDS = 0.01
+
+
+def run(command: Callable[[], None]) -> None:
+    """Turns errors into one line and an exit status, and ends with it."""
+    hook = sys.unraisablehook
+    try:
+        try:
+            _prepare()
+            command()
+            status: Any = 0
+        finally:
+            ignore_signals()  # what is left to do is to say how it ended
+    except SystemExit as end:
+        status = end.code
+    except CheckpointError as error:
+        say(f"megaconv: error: {error}")
+        status = error.exit_status
+    except (Interrupted, RuntimeError) as error:
+        if not is_interruption(error):
+            raise
+        hint = str(error) if isinstance(error, Interrupted) else ""
+        say(f"megaconv: interrupted; {hint or 'nothing was left behind'}")
+        status = 130
+    except BrokenPipeError:  # nobody reads any more
+        status = 1
+    except OSError as error:
+        say(f"megaconv: error: {error}")
+        status = 1
+    finally:
+        sys.unraisablehook = hook
+        gc.freeze()  # or the interpreter would look through everything once more before it ends
+        gc.enable()
+    sys.exit(status if _flushed() else status or 1)
+
+
+def say(text: str) -> None:
+    """A line on stderr, for whoever still reads it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _flushed() -> bool:
+    """Whether all that was printed has arrived. What hasn't is forgotten, or the interpreter would try, and fail, again."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            say(f"megaconv: error: stdout: {error.strerror}")
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _prepare() -> None:
+    import logging
+
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file would get its number, and all that a library prints there
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:  # print() would take stdout in its place
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    for signum in (*ENDING, signal.SIGALRM):
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, _interrupt)
+    sys.unraisablehook = _hand_on
+    gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
+
+
+def ignore_signals() -> None:
+    """From here on, since what follows is short and has to be done."""
+    for signum in ENDING:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    ignore_signals()  # impatience must not disturb the cleaning up
+    raise Interrupted
+
+
+def _hand_on(swallowed: Any) -> None:
+    """Python swallows what is raised while it destroys an object: an interruption that came then comes again."""
+    if isinstance(swallowed.exc_value, Interrupted):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    else:
+        sys.__unraisablehook__(swallowed)
