@@ -24,6 +24,8 @@ _PATTERNS = [
 
 def resolve(place: str) -> Path:
     """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Raises CheckpointError."""
+    if not place:
+        raise UnknownFormat("the path to read is empty; is a variable unset that it was made of?")
     if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):
         return Path(place)
     name, _, revision = place.removeprefix(_SCHEME).partition("@")

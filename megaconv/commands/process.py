@@ -60,7 +60,7 @@ def _flushed() -> bool:
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            say(f"megaconv: error: stdout: {error.strerror}")
+            say(f"megaconv: error: {error}")
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
@@ -75,8 +75,9 @@ def _prepare() -> None:
             os.fstat(number)
         except OSError:  # closed: the next file would get its number, and all that a library prints there
             os.open(os.devnull, os.O_RDWR)
-    if sys.stderr is None:  # print() would take stdout in its place
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    for name in ("stdout", "stderr"):  # without a stderr print() would take stdout in its place
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
     logging.addLevelName(logging.WARNING, "warning")
     logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     for signum in (*ENDING, signal.SIGALRM):
