@@ -72,7 +72,7 @@ def preloaded() -> bool:
 
 
 def preload_and_start_again() -> str:
-    """Replaces this process by one with the library. Returns, with the reason, only where that can't be had."""
+    """Replaces this process by one with the library; the reason why, where that can't be had."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
         return "no C compiler" if compiler is None else "only for Linux"
@@ -83,7 +83,7 @@ def preload_and_start_again() -> str:
     if compiled.returncode:
         return f"{compiler} can't compile {source.name}: {compiled.stderr.strip()[:300]}"
     os.environ |= {_PRELOADED: str(library), "LD_PRELOAD": str(library)}
-    os.execv(sys.executable, [sys.executable, "-m", "tests.trust", *sys.argv[1:]])  # noqa: S606
+    return os.execv(sys.executable, [sys.executable, "-m", "tests.trust", *sys.argv[1:]])
 
 
 def attack(bench: Bench, number: int) -> None:

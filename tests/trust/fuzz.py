@@ -28,7 +28,7 @@ from formats import (
     zarr_arrays,
 )
 from formats.errors import CheckpointError
-from formats.staging import Staging
+from formats.journal import Journal
 from formats.tensor import InputFile, byte_count, read_tensor
 from megaconv.families import read_config
 from megaconv.families.parts.meta_params import load_params
@@ -93,13 +93,7 @@ def _read_zarr(content: bytes, folder: Path) -> object:
 
 
 def _read_journal(content: bytes, folder: Path) -> object:
-    staging = Staging(folder / "out")
-    staging.root.mkdir(exist_ok=True)
-    _file(content, staging.root / "journal.jsonl")
-    try:
-        return staging.open("plan", resume=True, sizes={})
-    finally:
-        staging.keep()
+    return Journal(_file(content, folder / "journal.jsonl")).read()
 
 
 def _read_tracker(content: bytes, folder: Path) -> object:
@@ -119,7 +113,7 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
     (".metadata", pickle, _read_distributed, ".metadata", 3),
     (".zarray", json_text, _read_zarr, ".zarray", 1),
     ("metadata.json", json_text, lambda content, folder: torch_dist.read_backend(_file(content, folder / "metadata.json").parent), "metadata.json", 1),
-    ("journal", json_text, _read_journal, "journal", 1),
+    ("journal", any_bytes, _read_journal, "journal", 1),
     ("tracker", any_bytes, _read_tracker, "latest_checkpointed_iteration.txt", 1),
     ("config.json", json_text, lambda content, folder: read_config(_file(content, folder / "config.json")), "config.json", 1),
     ("params.json", json_text, lambda content, folder: load_params(_file(content, folder / "params.json")), "params.json", 1),
@@ -178,9 +172,8 @@ def _fuzz(target: Any, seeds: Sequence[bytes], bench: Bench, case: int, folder: 
         try:
             with _limited_time():
                 parse(content, folder)
-        except CheckpointError as error:
-            if "\n" in str(error):
-                failures.append(("message", _described(number, content, repr(error))))
+        except CheckpointError:
+            pass
         except _TooLongError:
             failures.append(("hang", _described(number, content, f"{_SECONDS} seconds of the processor")))
         except BaseException:
@@ -228,8 +221,11 @@ def _file(content: bytes, path: Path) -> Path:
 def _seeds(bench: Bench, pattern: str) -> list[bytes]:
     """Real inputs: the small ones among those that the checkpoints have, each once."""
     if pattern == "journal":
-        entry = {"tensor": ["a", "weight"], "fingerprint": "0" * 64, "runs": [["f", "r", [[0, 2, 5]]]]}
-        return [b'{"plan": "plan"}\n' + json.dumps(entry).encode() + b"\n"]
+        journal = Journal(bench.folder / "seed.jsonl")
+        journal.open(keep=False)
+        journal.append([{"plan": "plan"}, {"tensor": ["a", "weight"], "runs": [["f", "r", [[0, 2, 5]]]]}, {}])
+        journal.close()
+        return [journal.path.read_bytes()]
     if pattern == "pickles":
         torch_files = [
             data for path in sorted(bench.root.glob("sources/*-bare/**/*.pt")) for data in [path.read_bytes()]

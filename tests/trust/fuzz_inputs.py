@@ -47,15 +47,10 @@ def any_bytes(seeds: Sequence[bytes], random: Random) -> bytes:
 def json_text(seeds: Sequence[bytes], random: Random) -> bytes:
     if random.random() < 0.25:
         return any_bytes(seeds, random)
-    lines = (
-        random.choice(seeds).splitlines(keepends=True) if seeds[0].startswith(b'{"plan"') else [random.choice(seeds)]
-    )
-    place = random.randrange(len(lines))
+    content = random.choice(seeds)
     for _ in range(random.choice([1, 1, 2, 3])):
-        lines[place] = mutate_json(lines[place], random)[0]
-    if len(lines) > 1:
-        lines[place] = lines[place].replace(b"\n", b" ") + b"\n"
-    return b"".join(lines)
+        content = mutate_json(content, random)[0]
+    return content
 
 
 def safetensors_file(seeds: Sequence[bytes], random: Random) -> bytes:

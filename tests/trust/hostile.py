@@ -14,8 +14,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u202a-\u202e]")
 _COMMANDS = ("inspect", "convert", "convert", "fingerprint", "verify")
 
 
-def judge(bench: Bench, random: Random, what: str, config: str = "") -> server.Outcome:
-    """Read `source` of the bench's folder by one command or another. config: below the source, where --config needs it."""
+def judge(bench: Bench, random: Random, what: str, *, linked: bool = False) -> server.Outcome:
+    """Read `source` of the bench's folder by one command or another.
+
+    linked: a file of the source is a link to outside, which may be opened as weights are; what it holds must not come out.
+    """
     folder, outside = bench.folder, bench.root / "outside"
     if not outside.is_dir():
         outside.mkdir(exist_ok=True)
@@ -25,7 +28,7 @@ def judge(bench: Bench, random: Random, what: str, config: str = "") -> server.O
     words: list[object] = (
         [chosen, source] if chosen != "convert" else command(source, folder / "out", "--saver core --tp 1")
     )
-    outcome = server.run(*words, folder=folder, outside=outside)
+    outcome = server.run(*words, folder=folder, outside=None if linked else outside)
     what = f"{what}; {chosen}"
     check_conduct(outcome, what, answers=(0, 4))
     _check_message(outcome, what)
@@ -34,8 +37,10 @@ def judge(bench: Bench, random: Random, what: str, config: str = "") -> server.O
     if chosen == "convert" and outcome.status:
         check_one_of(folder / "out", (ABSENT,), what)
         check_nothing_left(folder, ("source", "out"), what)
-    if any(SECRET.encode() in path.read_bytes() for path in _small_files(folder / "out")):
-        raise Failure("outside", f"{what}: the output holds what lies outside of the checkpoint")
+    if SECRET in outcome.out + outcome.err or any(
+        SECRET.encode() in path.read_bytes() for path in _small_files(folder / "out")
+    ):
+        raise Failure("outside", f"{what}: the output, or what was said, holds what lies outside of the checkpoint")
     return outcome
 
 

@@ -33,7 +33,7 @@ def attack(bench: Bench, case: int) -> None:
         [_special, _special, _number, _number, _number, _header, _header, _name, _large, _tracker, _link]
     )
     text = change(bench, source, random)
-    judge(bench, random, f"{name}: {text}")
+    judge(bench, random, f"{name}: {text}", linked=change is _link)
 
 
 def _files(source: Path) -> list[Path]:

@@ -11,13 +11,13 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from formats import staging
 from megaconv.engine import transfer
 from tests.trust import server
 from tests.trust.bench import Bench, command
@@ -84,10 +84,11 @@ class Steps:
             for name in _STEPS:
                 if hasattr(owner, name):
                     setattr(owner, name, self._counted(name, getattr(owner, name)))
-        for name, value in list(vars(staging).items()):
-            if isinstance(value, ctypes._CFuncPtr):  # type: ignore[attr-defined]
-                call = value if exchange or "rename" not in name else _unsupported
-                setattr(staging, name, self._counted(name, call))
+        for module in [module for name, module in sys.modules.items() if name.startswith("formats.")]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, ctypes._CFuncPtr):  # type: ignore[attr-defined]
+                    call = value if exchange or "rename" not in name else _unsupported
+                    setattr(module, name, self._counted(name, call))
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:

@@ -245,7 +245,7 @@ def _attack_remains(bench: Bench, random: Random) -> None:
     shutil.copytree(remains, staging)
     if random.random() < 0.6:
         journal = staging / "journal.jsonl"
-        changed, text = random.choice([flip, flip, _overwrite, _swap, _truncate, _damage_line])(
+        changed, text = random.choice([flip, flip, _overwrite, _swap, _truncate, _other_lines])(
             journal.read_bytes(), random
         )
         journal.write_bytes(changed)
@@ -270,13 +270,15 @@ def _attack_remains(bench: Bench, random: Random) -> None:
     check_nothing_left(folder, ("out",), what)
 
 
-def _damage_line(content: bytes, random: Random) -> tuple[bytes, str]:
-    """A journal entry that is still JSON."""
+def _other_lines(content: bytes, random: Random) -> tuple[bytes, str]:
+    """Entries that are whole, but gone, doubled or in another place."""
     lines = content.splitlines(keepends=True)
-    place = random.randrange(len(lines))
-    changed, text = mutate_json(lines[place], random)
-    lines[place] = json.dumps(json.loads(changed)).encode() + b"\n"
-    return b"".join(lines), f"line {place}: {text}"
+    place, other = random.randrange(len(lines)), random.randrange(len(lines))
+    kind = random.choice(["gone", "doubled", "moved"])
+    line = lines[place] if kind == "doubled" else lines.pop(place)
+    if kind != "gone":
+        lines.insert(other, line)
+    return b"".join(lines), f"line {place} {kind} {other if kind != 'gone' else ''}"
 
 
 @cache

@@ -25,7 +25,7 @@ from megaconv.commands import cli, comparison, inspection, progress, verificatio
 from megaconv.engine import conversion, transfer  # noqa: F401
 from megaconv.families import families
 
-SECONDS = 20.0
+SECONDS = 30.0
 """After which a case that has not ended is one that hangs; on a quiet machine they take hundredths of one."""
 
 _ADDRESS_SPACE = 2 << 30
@@ -136,9 +136,10 @@ def _content(file: int) -> str:
 def _become(
     arguments: list[str], folder: Path, files: list[int], prepare: Callable[[], object] | None, outside: Path | None
 ) -> None:
-    global _watching  # noqa: PLW0603
+    global _watching
     status = 1
     try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the command takes its signals, it dies of them
         os.chdir(folder)
         os.dup2(files[0], 1)
         os.dup2(files[1], 2)
