@@ -6,7 +6,7 @@ or is killed with it. Torch is imported in the processes that are started, not h
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +25,9 @@ class Run(NamedTuple):
     def command(self) -> str:
         from tests.trainer.loop.launches import LLAMA
 
-        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --resume {self.words}"
+        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --keep-last 2 --resume {self.words}"
 
 
-_KEEP = " --keep-last 2"
 _KEPT = ("iter_0000003", "iter_0000004", "latest")
 """What has to be there at the end. An older iteration may be there, if all of it is."""
 
@@ -51,7 +50,7 @@ def attack(bench: Bench, case: int) -> None:
     victim, step = random.randrange(run.size), random.randrange(steps)
     what = f"{run.size} processes, {run.words}: rank {victim} killed at step {step} of {steps}"
     folder = bench.fresh_folder()
-    running = launch(folder, run.size, run.command + _KEEP, partial(_die, victim, step))
+    running = launch(folder, run.size, run.command, partial(_die, victim, step))
     running.processes[victim].join(90)
     if random.random() < 0.3:
         running.kill()
@@ -60,7 +59,7 @@ def attack(bench: Bench, case: int) -> None:
     tracker = folder / "ckpt" / "latest_checkpointed_iteration.txt"
     if tracker.exists() and not (folder / "ckpt" / f"iter_{int(tracker.read_text()):07d}").is_dir():
         raise Failure("lost", f"{what}: the tracker names a checkpoint that isn't there")
-    again = launch(folder, run.size, run.command + _KEEP)
+    again = launch(folder, run.size, run.command)
     if any(_wait(again, f"{what}; then again")):
         raise Failure("message", f"{what}; then again: {again.logs()[-600:]}")
     found = {name: content for name, content in snapshot(folder / "ckpt").items() if not _is_remainder(name)}
@@ -99,16 +98,28 @@ def _die(victim: int, step: int, rank: int) -> None:
 @cache
 def _undisturbed(bench: Bench, run: Run) -> tuple[int, Mapping[str, str]]:
     """(steps of the rank that has fewest, all four checkpoints)."""
+    counted = _launch_undisturbed(bench, run, _count)
+    steps = [(counted / f"steps-{rank}").read_text().count("\n") for rank in range(run.size)]
+    return min(steps), snapshot(_launch_undisturbed(bench, run, _keep_all) / "ckpt")
+
+
+def _launch_undisturbed(bench: Bench, run: Run, prepare: Callable[[str, int], None]) -> Path:
     from tests.trainer.loop.launches import launch
 
     folder = bench.root / f"whole-{bench.worker}"
     shutil.rmtree(folder, ignore_errors=True)
-    running = launch(folder, run.size, run.command, partial(_count, str(folder)))
+    running = launch(folder, run.size, run.command, partial(prepare, str(folder)))
     assert running.wait() == [0] * run.size, running.logs()
-    counts = [(folder / f"steps-{rank}").read_text().count("\n") for rank in range(run.size)]
-    return min(counts), snapshot(folder / "ckpt")
+    return folder
 
 
 def _count(folder: str, rank: int) -> None:
     told = os.open(Path(folder) / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
     Steps(told=told).install()
+
+
+def _keep_all(folder: str, rank: int) -> None:
+    """Without the option, which the checkpoints' own arguments would say."""
+    from megatron_lite.checkpoint import Saver
+
+    Saver._prune = lambda self, newest: None  # type: ignore[method-assign]
