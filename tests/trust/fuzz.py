@@ -106,18 +106,48 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
     ("pickle", pickle, _read_pickle, "pickles", 8),
     ("torch file", torch_file, _read_torch_file, "*.pt", 3),
     ("torch file before 1.6", any_bytes, _read_torch_file, "pytorch_model-0*.bin", 1),
-    ("zip directory", any_bytes, lambda content, folder: stored_zip.read_directory(InputFile.open(_file(content, folder / "zip"))), "*.pt", 2),
+    (
+        "zip directory",
+        any_bytes,
+        lambda content, folder: stored_zip.read_directory(InputFile.open(_file(content, folder / "zip"))),
+        "*.pt",
+        2,
+    ),
     ("safetensors", safetensors_file, _read_safetensors, "*.safetensors", 2),
     ("sharded safetensors", safetensors_file, _read_sharded, "*.safetensors", 1),
-    ("index", json_text, lambda content, folder: safetensors.read_index(_file(content, folder / "index")), "*.index.json", 1),
+    (
+        "index",
+        json_text,
+        lambda content, folder: safetensors.read_index(_file(content, folder / "index")),
+        "*.index.json",
+        1,
+    ),
     (".metadata", pickle, _read_distributed, ".metadata", 3),
     (".zarray", json_text, _read_zarr, ".zarray", 1),
-    ("metadata.json", json_text, lambda content, folder: torch_dist.read_backend(_file(content, folder / "metadata.json").parent), "metadata.json", 1),
+    (
+        "metadata.json",
+        json_text,
+        lambda content, folder: torch_dist.read_backend(_file(content, folder / "metadata.json").parent),
+        "metadata.json",
+        1,
+    ),
     ("journal", any_bytes, _read_journal, "journal", 1),
     ("tracker", any_bytes, _read_tracker, "latest_checkpointed_iteration.txt", 1),
-    ("config.json", json_text, lambda content, folder: read_config(_file(content, folder / "config.json")), "config.json", 1),
-    ("params.json", json_text, lambda content, folder: load_params(_file(content, folder / "params.json")), "params.json", 1),
-]  # fmt: skip
+    (
+        "config.json",
+        json_text,
+        lambda content, folder: read_config(_file(content, folder / "config.json")),
+        "config.json",
+        1,
+    ),
+    (
+        "params.json",
+        json_text,
+        lambda content, folder: load_params(_file(content, folder / "params.json")),
+        "params.json",
+        1,
+    ),
+]
 """(what is parsed, how inputs are made, the parser, where real ones are found, how often it has its turn)."""
 
 _TURNS = [index for index, target in enumerate(TARGETS) for _ in range(target[4])]

@@ -24,8 +24,12 @@ _LOCAL_FIELDS = {
     "extra length": (28, "<H"),
 }  # fmt: skip
 _END_FIELDS = {
-    "entries here": (8, "<H"), "entries": (10, "<H"), "directory size": (12, "<I"), "directory offset": (16, "<I"), "comment length": (20, "<H"),
-}  # fmt: skip
+    "entries here": (8, "<H"),
+    "entries": (10, "<H"),
+    "directory size": (12, "<I"),
+    "directory offset": (16, "<I"),
+    "comment length": (20, "<H"),
+}
 
 
 def attack(bench: Bench, case: int) -> None:
@@ -78,10 +82,25 @@ def _bomb(content: bytes, random: Random) -> tuple[bytes, str]:
 def _named(content: bytes, random: Random) -> tuple[bytes, str]:
     entries = members(content)
     root = entries[0][0].partition("/")[0]
-    name = random.choice([
-        "/etc/passwd", "../outside/secret", f"{root}/../../x", f"{root}\\data\\9", "C:/x", f"{root}//data.pkl", f"{root}/./data.pkl", "",
-        f"{root}/" + "a" * 60_000, f"{root}/\u202edata.pkl", f"{root}/data/0", f"{root}/data.pkl", "other/data.pkl", f"{root}/", f"{root}/\x1b[31m",
-    ])  # fmt: skip
+    name = random.choice(
+        [
+            "/etc/passwd",
+            "../outside/secret",
+            f"{root}/../../x",
+            f"{root}\\data\\9",
+            "C:/x",
+            f"{root}//data.pkl",
+            f"{root}/./data.pkl",
+            "",
+            f"{root}/" + "a" * 60_000,
+            f"{root}/\u202edata.pkl",
+            f"{root}/data/0",
+            f"{root}/data.pkl",
+            "other/data.pkl",
+            f"{root}/",
+            f"{root}/\x1b[31m",
+        ]
+    )
     place = random.randrange(len(entries) + 1)
     return stored([*entries[:place], (name, b"\x80\x02N."), *entries[place:]]), f"a member called {name[:40]!r}"
 

@@ -275,7 +275,19 @@ def _data_is_a_link(folder: Path) -> None:
 
 
 _TARGETS: list[tuple[str, Callable[[Path], None] | None]] = [
-    ("", None), (".", None), ("..", None), ("./", None), ("source", None), ("source/..", None), ("source/.", None), ("precious", None), ("precious/.", None),
-    ("link", None), ("precious/thesis.tex", None), ("/", None), ("new", _staging_is_a_link), ("new", _data_is_a_link),
-]  # fmt: skip
+    ("", None),
+    (".", None),
+    ("..", None),
+    ("./", None),
+    ("source", None),
+    ("source/..", None),
+    ("source/.", None),
+    ("precious", None),
+    ("precious/.", None),
+    ("link", None),
+    ("precious/thesis.tex", None),
+    ("/", None),
+    ("new", _staging_is_a_link),
+    ("new", _data_is_a_link),
+]
 """What --save-dir says, and what is done before. The working directory is the folder with everything in it."""

@@ -1,12 +1,17 @@
 """Hostile pickles in every container that a checkpoint has: alone, or hidden in a pickle that is otherwise valid."""
 
+import json
 import pickletools
 from collections.abc import Callable
+from functools import cache
 from random import Random
 
+from megaconv.engine.conversion import RECORD_NAME
+from tests.trust import server
 from tests.trust.bench import Bench
 from tests.trust.gadgets import gadget, monster, number, soup, value
 from tests.trust.hostile import judge
+from tests.trust.judging import Failure
 from tests.trust.strange_values import HUGE
 from tests.trust.torch_containers import CONTAINERS, replace_pickle
 
@@ -27,12 +32,17 @@ def attack(bench: Bench, case: int) -> None:
         return new
 
     replace_pickle(source, container, change)
-    judge(
-        bench,
-        random,
-        f"{container}: {text} {' '.join(told)}",
-        config="config.json" if "dcp" in container.checkpoint else "",
-    )
+    judge(bench, random, what := f"{container}: {text} {' '.join(told)}")
+    record = bench.folder / "out" / RECORD_NAME
+    if text == "hidden:" and record.exists():
+        expected = _fingerprint(bench, container.checkpoint)
+        if json.loads(record.read_bytes())["fingerprint"] != expected:
+            raise Failure("wrong", f"{what}: exit 0, and another model")
+
+
+@cache
+def _fingerprint(bench: Bench, name: str) -> str:
+    return server.run("fingerprint", bench.checkpoints[name].path, folder=bench.root).out.split()[0]
 
 
 def _alone(make: Callable[[Random], tuple[bytes, str]]) -> Callable[[bytes, Random], tuple[bytes, str]]:
@@ -92,6 +102,14 @@ def _places(pickle: bytes, names: tuple[str, ...]) -> list[tuple[int, int, objec
 
 
 _MAKERS: list[tuple[Callable[[bytes, Random], tuple[bytes, str]], str]] = [
-    (_alone(gadget), "alone:"), (_alone(monster), "alone:"), (_alone(soup), "alone:"), (_hidden(gadget), "hidden:"), (_hidden(gadget), "hidden:"),
-    (_hidden(monster), "hidden:"), (_hidden(soup), "hidden:"), (_other_number, ""), (_other_number, ""), (_other_text, ""),
-]  # fmt: skip
+    (_alone(gadget), "alone:"),
+    (_alone(monster), "alone:"),
+    (_alone(soup), "alone:"),
+    (_hidden(gadget), "hidden:"),
+    (_hidden(gadget), "hidden:"),
+    (_hidden(monster), "hidden:"),
+    (_hidden(soup), "hidden:"),
+    (_other_number, ""),
+    (_other_number, ""),
+    (_other_text, ""),
+]
