@@ -155,11 +155,11 @@ _TURNS = [index for index, target in enumerate(TARGETS) for _ in range(target[4]
 
 def attack(bench: Bench, case: int) -> None:
     target = TARGETS[_TURNS[case % len(_TURNS)]]
-    folder, seeds = bench.fresh_folder(), _seeds(bench, target[3])
+    folder, real = bench.fresh_folder(), seeds(bench, target[3])
     told, place = os.memfd_create("failures"), os.memfd_create("place")
     process = os.fork()
     if not process:
-        _fuzz(target, seeds, bench, case, folder, told, place)
+        _fuzz(target, real, bench, case, folder, told, place)
     timer = _watchdog(process)
     _, status = os.waitpid(process, 0)
     timer()
@@ -190,7 +190,7 @@ def _watchdog(process: int) -> Callable[[], object]:
     return stop
 
 
-def _fuzz(target: Any, seeds: Sequence[bytes], bench: Bench, case: int, folder: Path, told: int, place: int) -> None:
+def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: Path, told: int, place: int) -> None:
     """Ends this process."""
     name, make, parse, _, _ = target
     failures: list[tuple[str, str]] = []
@@ -198,7 +198,7 @@ def _fuzz(target: Any, seeds: Sequence[bytes], bench: Bench, case: int, folder: 
     _limit_memory()
     for number in range(BATCH):
         os.pwrite(place, b"%d" % number, 0)
-        content = make(seeds, bench.random(f"fuzz {name}", case * BATCH + number))
+        content = make(real, bench.random(f"fuzz {name}", case * BATCH + number))
         try:
             with _limited_time():
                 parse(content, folder)
@@ -248,7 +248,7 @@ def _file(content: bytes, path: Path) -> Path:
 
 
 @cache
-def _seeds(bench: Bench, pattern: str) -> list[bytes]:
+def seeds(bench: Bench, pattern: str) -> list[bytes]:
     """Real inputs: the small ones among those that the checkpoints have, each once."""
     if pattern == "journal":
         journal = Journal(bench.folder / "seed.jsonl")
@@ -261,7 +261,7 @@ def _seeds(bench: Bench, pattern: str) -> list[bytes]:
             data for path in sorted(bench.root.glob("sources/*-bare/**/*.pt")) for data in [path.read_bytes()]
         ]
         inner = [found for content in torch_files for found in _pickles(content)]
-        return sorted({*inner, *_seeds(bench, ".metadata")}, key=len)[:40]
+        return sorted({*inner, *seeds(bench, ".metadata")}, key=len)[:40]
     found = {path.read_bytes() for path in sorted(bench.root.glob(f"sources/*/**/{pattern}")) if path.is_file()}
     assert found, pattern
     return sorted(found, key=len)[:20]
