@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch.distributed  # noqa: F401  (the forked ranks have it then)
+import torch.distributed  # so that the forked ranks have it
 
 from formats.staging import StagedFile, Staging
 from formats.tensor import Box, Bytes, FileTensor

@@ -179,14 +179,14 @@ def test_an_error_at_any_other_call_ends_the_run_or_is_survived_and_leaves_nothi
         before = snapshot(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             faulty = Faulty(patch, call, number, errno.EIO)
+            failure = None
             try:
                 convert(model, target, "core", options)
-                failed = False
             except (CheckpointError, OSError) as error:
-                assert os.strerror(errno.EIO) in str(error)
-                failed = True
+                failure = str(error)
             reached = faulty.calls
-        if failed:
+        if failure is not None:
+            assert os.strerror(errno.EIO) in failure
             assert snapshot(tmp_path) == before, number
         else:
             assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"], number
