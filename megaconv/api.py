@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megaconv.commands.comparison import Diff, diff_sources
+from megaconv.commands.comparison import Diff, diff_sources, source_checks
 from megaconv.commands.inspection import inspect as inspect
 from megaconv.commands.verification import verify as verify
 from megaconv.engine.conversion import ConvertOptions, Report, open_source
@@ -33,6 +33,7 @@ def convert(
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    check_source: bool = True,
     max_memory: int = 256 << 20,
     workers: int = 0,
     **save_options: Any,
@@ -40,7 +41,8 @@ def convert(
     """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
 
     Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
-    it. split_rank: how many of the pp stages are a T5's encoder's, the first ones. save_options: further fields of SaveOptions, such as
+    it. check_source: a source that has a megaconv.json has to be what that says.
+    split_rank: how many of the pp stages are a T5's encoder's, the first ones. save_options: further fields of SaveOptions, such as
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
     """
     split = LayerSplit(layers=layer_split, split_rank=split_rank)
@@ -49,11 +51,14 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None),
         load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
         save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
-        dtype=dtype, optimizer=optimizer, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+        dtype=dtype, optimizer=optimizer, max_memory=max_memory, workers=workers, verify=verify,
+        resume=resume, overwrite=overwrite, check_source=check_source,
     )  # fmt: skip
     return run_conversion(load_dir, save_dir, saver, options)
 
 
-def diff(a: str | Path, b: str | Path) -> Diff:
-    """Compare two checkpoints of any kinds."""
-    return diff_sources(open_source(a)[1], open_source(b)[1], default_workers(writing=False))
+def diff(a: str | Path, b: str | Path, *, check_source: bool = True) -> Diff:
+    """Compare two checkpoints of any kinds. check_source: each has to be what its own megaconv.json says, if it has one."""
+    left, right = open_source(a)[1], open_source(b)[1]
+    checks = source_checks(str(a), left, str(b), right) if check_source else None
+    return diff_sources(left, right, default_workers(writing=False), checks=checks)

@@ -25,7 +25,7 @@ def test_what_was_written_is_found_again(saver: str, tmp_path: Path) -> None:
     outcome = run("verify", out)
     assert (outcome.status, outcome.out) == (
         0,
-        f"as written: 46 tensors, fingerprint {megaconv.fingerprint(out).weights}\n",
+        f"as written: 46 tensors and 1 other files, fingerprint {megaconv.fingerprint(out).weights}\n",
     )
     assert json.loads(run("verify", out, "--json").out)["same"] is True
     assert megaconv.verify(out).same

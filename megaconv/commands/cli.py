@@ -91,6 +91,7 @@ def convert(
     dry_run: opt.DryRun = False,
     resume: opt.Resume = False,
     overwrite: opt.Overwrite = False,
+    check_source: opt.CheckSource = True,
     as_json: Json = False,
     model_type: opt.ModelType = None,
     ignored: opt.Ignored = None,
@@ -128,6 +129,7 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+        check_source=check_source,
     )  # fmt: skip
     ranks = started_ranks()
     if not dry_run:
@@ -193,17 +195,28 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
 
 
 @app.command(epilog="Example: megaconv inspect ckpt --json | jq .layout")
-def inspect(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
-    """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only."""
+def inspect(
+    path: opt.Input,
+    config: Config = None,
+    true_vocab_size: TrueVocab = None,
+    check_source: opt.CheckSource = True,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
+
+    Exit status 3: names or shapes of its tensors are not what its megaconv.json says.
+    """
     from megaconv.commands.inspection import inspect as run
     from megaconv.options import LoadOptions
 
-    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False))
+    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False), check_source=check_source)
     if as_json:
         _print_json(found.to_json())
-        return
-    for label, text in found.lines():
-        print(f"{label:<11} {text}")
+    else:
+        for label, text in found.lines():
+            print(f"{label:<11} {text}")
+    if found.differences:
+        raise typer.Exit(3)
 
 
 @app.command(epilog="Example: megaconv fingerprint Llama-2-7b")
@@ -241,7 +254,10 @@ def fingerprint(
 
 @app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
 def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
-    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs."""
+    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
+
+    Configuration, tokenizer and other small files are compared with the hashes there.
+    """
     from megaconv.commands.progress import Progress
     from megaconv.commands.verification import verify as run
     from megaconv.options import LoadOptions
@@ -252,7 +268,7 @@ def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = 
     if as_json:
         _print_json(found.to_json())
     elif found.same:
-        print(f"as written: {found.tensors} tensors, fingerprint {found.found}")
+        print(f"as written: {found.tensors} tensors and {found.files} other files, fingerprint {found.found}")
     else:
         print(f"different: fingerprint {found.found}, written was {found.recorded}")
         for name, kind in found.differences.items():
@@ -269,13 +285,14 @@ def diff(
         bool, typer.Option("--config-too", help="Let differences in the configurations count as well.")
     ] = False,
     optimizer: opt.ReadOptimizer = True,
+    check_source: opt.CheckSource = True,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor. Exit status 0: the same; 4: they differ.
 
     Optimizer state is compared where both have it.
     """
-    from megaconv.commands.comparison import diff_sources
+    from megaconv.commands.comparison import diff_sources, source_checks
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import open_source
     from megaconv.engine.plan import default_workers
@@ -283,8 +300,9 @@ def diff(
 
     load = LoadOptions(optimizer=optimizer)
     left, right = open_source(a, None, load)[1], open_source(b, None, load)[1]
+    checks = source_checks(a, left, b, right) if check_source else None
     with Progress("comparing", lambda: left.header.nbytes) as progress:
-        found = diff_sources(left, right, default_workers(writing=False), progress.advance)
+        found = diff_sources(left, right, default_workers(writing=False), progress.advance, checks)
     if as_json:
         _print_json(found.to_json())
     else:

@@ -19,6 +19,7 @@ from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.engine.ranks import ALONE, Ranks
+from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.transfer import Transfer
@@ -28,8 +29,6 @@ from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-RECORD_NAME = "megaconv.json"
-"""In every output: where it came from, and its fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class ConvertOptions:
     verify: bool = False
     resume: bool = False
     overwrite: bool = False
+    check_source: bool = True
+    """Whether a source that has a megaconv.json has to be what that says."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,14 @@ class Report:
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
+    check: SourceCheck = field(default_factory=SourceCheck, repr=False)
+    """What the source's own record says."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        return (*((LEFT_OUT,) if left_out else ()), *self.plan.notices)
+        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -137,18 +140,23 @@ def prepare(
     """
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
-    load = load_options(saver, options)
-    _, source = open_source(load_dir, options.loader, load)
+    load, path = load_options(saver, options), resolve(str(load_dir))
+    _, source = open_source(path, options.loader, load)
+    written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
     if load.dtype is not None:
         source = CastSource(source, load.dtype)
     files = options.save.files or _workers(options) * processes
+    check = SourceCheck()
+    if options.check_source:
+        told = load.config is not None or load.true_vocab_size is not None
+        check = check_source(path, written, source.header.manifest, other_shapes=told)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
-    size = len(_record(str(load_dir), saver, source.header, blank))
-    return source, Report(source.header, plan, Path(save_dir), memory, size)
+    size = len(record_json(str(load_dir), saver, source.header, plan, blank))
+    return source, Report(source.header, plan, Path(save_dir), memory, size, check=check)
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
@@ -192,6 +200,8 @@ def convert(
             if ranks.rank:
                 staging.sync()  # rank 0 does when it commits
             fingerprint = combine(_gather(ranks, shares, digests))
+            if not ranks.rank:
+                _compare(report.check, fingerprint)
             if options.verify:
                 hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
                 verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
@@ -200,7 +210,7 @@ def convert(
                 staging.keep()
             else:
                 record = staging.file(RECORD_NAME, report.record_bytes)
-                record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
+                record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
                 staging.commit()
         except BaseException as error:
             # An interrupted run is worth keeping only for somebody who said that they'd resume it.
@@ -247,6 +257,13 @@ def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -
     }
 
 
+def _compare(check: SourceCheck, fingerprint: Fingerprint) -> None:
+    """Raises CorruptCheckpoint where the source is not what it was when it was written."""
+    for key, digest in fingerprint.tensors.items():
+        check.found(key, digest)
+    check.require_intact()
+
+
 def _send(source: Source, stream: Stream) -> None:
     """The loader's side of the stream."""
     try:
@@ -276,20 +293,6 @@ def verify_fingerprint(
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:
             raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
-
-
-def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerprint) -> bytes:
-    """What megaconv.json says."""
-    record = {
-        "megaconv": __version__,
-        "source": {"path": source_path, "kind": header.source},
-        "saver": saver,
-        "family": header.config.family,
-        "fingerprint": fingerprint.weights,
-        "optimizer_fingerprint": fingerprint.optimizer,
-        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
-    }
-    return (json.dumps(record, indent=1) + "\n").encode()
 
 
 def _identity(path: Path, dtype: str | None) -> str:
