@@ -67,11 +67,7 @@ def find_version(path: Path) -> Path | None:
         return version
     if _rank_directories(path):
         return path
-    versions = [
-        entry
-        for entry in path.iterdir()
-        if entry.is_dir() and is_version(entry.name)
-    ]
+    versions = [entry for entry in path.iterdir() if entry.is_dir() and is_version(entry.name)]
     return versions[0] if len(versions) == 1 else None
 
 

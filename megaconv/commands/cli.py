@@ -12,6 +12,7 @@ import typer
 
 from megaconv.commands import command_options as opt
 from megaconv.errors import CheckpointError, Interrupted, is_interruption
+from megaconv.terminal import log_to_stderr, show
 
 app = typer.Typer(
     name="megaconv",
@@ -161,19 +162,19 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     assert report.fingerprint is not None
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
-    print(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
+    show(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     for notice in report.notices:
-        print(notice, file=sys.stderr)
+        show(notice, sys.stderr)
     verified = " (verified)" if report.verified else ""
-    print(f"fingerprint {report.fingerprint.weights}{verified}")
+    show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
-        print(f"optimizer   {report.fingerprint.optimizer}{verified}")
+        show(f"optimizer   {report.fingerprint.optimizer}{verified}")
 
 
 def _print_from_base(report: Any) -> None:
     for name in report.plan.from_base:
-        print(f"from the original: {name}")
+        show(f"from the original: {name}")
 
 
 def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
@@ -186,10 +187,10 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
         return
     _print_from_base(report)
     for name, size in report.files.items():
-        print(f"{size:>18,}  {save_dir / name}")
+        show(f"{size:>18,}  {save_dir / name}")
     for notice in report.notices:
-        print(notice, file=sys.stderr)
-    print(
+        show(notice, sys.stderr)
+    show(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
     )
 
@@ -214,7 +215,7 @@ def inspect(
         _print_json(found.to_json())
     else:
         for label, text in found.lines():
-            print(f"{label:<11} {text}")
+            show(f"{label:<11} {text}")
     if found.differences:
         raise typer.Exit(3)
 
@@ -247,9 +248,9 @@ def fingerprint(
             }
         )
     else:
-        print(found.weights)
+        show(found.weights)
         if found.optimizer is not None:
-            print(f"{found.optimizer} (optimizer)")
+            show(f"{found.optimizer} (optimizer)")
 
 
 @app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
@@ -268,11 +269,12 @@ def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = 
     if as_json:
         _print_json(found.to_json())
     elif found.same:
-        print(f"as written: {found.tensors} tensors and {found.files} other files, fingerprint {found.found}")
+        files = f" and {found.files} other files" if found.files else ""
+        show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
     else:
-        print(f"different: fingerprint {found.found}, written was {found.recorded}")
+        show(f"different: fingerprint {found.found}, written was {found.recorded}")
         for name, kind in found.differences.items():
-            print(f"  {name}  {kind}")
+            show(f"  {name}  {kind}")
     if not found.same:
         raise typer.Exit(4)
 
@@ -314,15 +316,15 @@ def diff(
 def _print_diff(found: Any) -> None:
     if found.same:
         slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
-        print(f"the same: {found.tensors} tensors are equal{slots}")
+        show(f"the same: {found.tensors} tensors are equal{slots}")
     else:
-        print(f"different: {len(found.differences)} of {found.tensors} tensors")
+        show(f"different: {len(found.differences)} of {found.tensors} tensors")
         width = max(len(str(item.key)) for item in found.differences)
         for item in found.differences:
             largest = f", largest difference {item.max_abs:.3g}" if item.max_abs is not None else ""
-            print(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
+            show(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
     for name, left, right in found.config:
-        print(f"  configuration: {name} is {left!r} in A, {right!r} in B")
+        show(f"  configuration: {name} is {left!r} in A, {right!r} in B")
 
 
 @app.command(epilog="Example: megaconv formats --json | jq .matrix.llama")
@@ -337,13 +339,13 @@ def formats(as_json: Json = False) -> None:
         _print_json({"loaders": loaders, "savers": savers, "families": known, "matrix": matrix})
         return
     for title, entries in (("loaders", loaders), ("savers", savers)):
-        print(title)
+        show(title)
         for name, text in entries.items():
-            print(f"  {name:<13} {text}")
-    print("families      " + "".join(f"{naming:<12}" for naming in NAMINGS_SHOWN))
+            show(f"  {name:<13} {text}")
+    show("families      " + "".join(f"{naming:<12}" for naming in NAMINGS_SHOWN))
     for name, cells in matrix.items():
         words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS_SHOWN)
-        print(f"  {name:<11} {''.join(words)} {', '.join(known[name])}")
+        show(f"  {name:<11} {''.join(words)} {', '.join(known[name])}")
 
 
 NAMINGS_SHOWN = ("hf", "core", "legacy", "meta")
@@ -393,29 +395,26 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 def main() -> None:
     """The entry point: turns errors into one line and an exit status."""
-    import logging
-
-    logging.addLevelName(logging.WARNING, "warning")
-    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    log_to_stderr("megaconv")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
     try:
         app()
     except CheckpointError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
+        show(f"megaconv: error: {error}", sys.stderr)
         sys.exit(error.exit_status)
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
         hint = str(error) if isinstance(error, Interrupted) else ""
-        print(f"megaconv: interrupted; {hint or 'nothing was left behind'}", file=sys.stderr)
+        show(f"megaconv: interrupted; {hint or 'nothing was left behind'}", sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
+        show(f"megaconv: error: {error}", sys.stderr)
         sys.exit(1)
     finally:
         gc.freeze()  # or the interpreter would look through everything once more before it ends
