@@ -14,6 +14,7 @@ from pathlib import Path
 
 from formats.ceilings import TRACKER_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.opened import unnoted
 from formats.regular_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -58,12 +59,15 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
+        with unnoted():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
+            word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
         if not version.is_dir():
-            raise CorruptCheckpoint(f"{tracker}: says {word}, but there is no directory {version.name} beside it")
+            raise CorruptCheckpoint(
+                f"{tracker}: says {word}, but there is no directory {version.name} beside it", code="missing-file"
+            )
         return version
     if _rank_directories(path):
         return path
@@ -96,7 +100,7 @@ def read(version: Path) -> RankFiles:
                 "apart for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
             )
         if not file.is_file():
-            raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one")
+            raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one", code="missing-file")
         if numbers in files:
             raise CorruptCheckpoint(
                 f"{directory}: is a second directory of the rank of {files[numbers].parent.name}; remove one"

@@ -12,6 +12,7 @@ from typing import Any
 
 from formats.ceilings import JSON_TEXT_BYTES, JSON_VALUES
 from formats.errors import CorruptCheckpoint
+from formats.opened import note
 
 _KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
@@ -88,6 +89,7 @@ def _size(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
         raise CorruptCheckpoint(f"{path}: is {kind}, where a file should be")
+    note(path, status)
     return status.st_size
 
 

@@ -22,6 +22,7 @@ from formats import torch_zip
 from formats.ceilings import CONFIG_BYTES
 from formats.chunked import Chunk, ChunkedTensor
 from formats.errors import CorruptCheckpoint
+from formats.opened import note
 from formats.output import Record
 from formats.regular_files import read_json
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, as_shape, byte_count
@@ -85,18 +86,20 @@ def _read_array(folder: Path) -> ChunkedTensor:
         shape, step, dtype = _describe(read_json(path, CONFIG_BYTES))
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"{path}: is no zarr array that Megatron writes ({error}); save it again") from error
-    sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
+    found = {entry.name: entry.stat() for entry in folder.iterdir()}
     counts = [-(-whole // size) for whole, size in zip(shape, step, strict=True)]
     names = (_name(place) for place in _places(counts))
-    missing = next((name for name in islice(names, len(sizes) + 1) if name not in sizes), None)
+    missing = next((name for name in islice(names, len(found) + 1) if name not in found), None)
     if missing is not None:
         raise CorruptCheckpoint(f"{folder / missing}: no such file; the array {folder.name} has {prod(counts)} chunks")
     chunks = []
     for index in _places(counts):
         name = _name(index)
-        if sizes[name] != byte_count(step, dtype):
+        note(folder / name, found[name])
+        size = found[name].st_size
+        if size != byte_count(step, dtype):
             raise CorruptCheckpoint(
-                f"{folder / name}: has {sizes[name]} bytes, a chunk {list(step)} of {dtype} {byte_count(step, dtype)}; copy it again"
+                f"{folder / name}: has {size} bytes, a chunk {list(step)} of {dtype} {byte_count(step, dtype)}; copy it again"
             )
         offset = tuple(place * size for place, size in zip(index, step, strict=True))
         held = tuple(min(size, whole - first) for first, size, whole in zip(offset, step, shape, strict=True))

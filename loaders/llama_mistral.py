@@ -34,6 +34,7 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import STRUCTURE
 from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import META, META_ROWS
 from megaconv.model.natives import native_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import LoadOptions
@@ -99,7 +100,8 @@ def _read_shards(path: Path) -> Shards:
     files = {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
     if not files:
         raise CorruptCheckpoint(
-            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}"
+            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}",
+            code="missing-file",
         )
     _same_numbers(path, files, max(files) + 1)
     return {files[number].name: read_file(files[number]) for number in sorted(files)}
@@ -109,7 +111,8 @@ def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
     missing = (f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files)
     if expected > len(files):
         raise CorruptCheckpoint(
-            f"{path}: {expected - len(files)} of {expected} shards are missing: {', '.join(islice(missing, 8))}; a model needs all of them"
+            f"{path}: {expected - len(files)} of {expected} shards are missing: {', '.join(islice(missing, 8))}; a model needs all of them",
+            code="missing-file",
         )
 
 
@@ -176,7 +179,7 @@ def _assemble(shards: Shards, config: ModelConfig) -> dict[Key, LazyTensor]:
 def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
     """Every tensor of every shard in its place. Raises TensorMismatch for missing and unknown ones."""
     embedding = next(iter(shards.values()))["tok_embeddings.weight"]
-    naming = "meta+rows" if embedding.shape[-1] == config.hidden else "meta"
+    naming = META_ROWS if embedding.shape[-1] == config.hidden else META
     layout, whole = Layout(tp=len(shards)), Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     table = family(config.family)
     for rank, (where, shard) in enumerate(shards.items()):
@@ -186,7 +189,7 @@ def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
         natives = [
             native
             for native in native_tensors(table.rows, config, naming, layout, rank, whole, config.vocab)
-            if not native.tied_copy or native.name in found
+            if native.copy is None or native.name in found
         ]
         same_names([native.name for native in natives], found, where)
         yield from (Placed(native, found[native.name], where) for native in natives)

@@ -90,6 +90,12 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
     return 1
 
 
+def report_alone(text: str) -> None:
+    """Without a store, where every rank finds the same by itself: one of each machine speaks."""
+    if _is_first_here():
+        _print(text)
+
+
 def _is_lost_connection(error: BaseException) -> bool:
     """A collective that failed since another rank is gone; gloo and NCCL tell it in words alone."""
     words = ("by peer", "Broken pipe", "Connection refused", "NCCL", "gloo", "imed out")

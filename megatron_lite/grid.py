@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megaconv.errors import LayoutError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.natives import rank_sizes
+from megaconv.model.sharding import rank_sizes
 from megatron_lite.options import ModelOptions
 
 

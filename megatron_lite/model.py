@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
-from megaconv.model.natives import rank_sizes
+from megaconv.model.sharding import rank_sizes
 from megatron_lite import comm, recompute, rng
 from megatron_lite.attention import Documents, attend
 from megatron_lite.batch import Microbatch

@@ -16,6 +16,7 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import CORE, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
@@ -45,7 +46,8 @@ class Place:
     runs: tuple[Run, ...]
     replicated: bool
     """Every tensor rank holds it."""
-    tied_copy: bool
+    is_copy: bool
+    """It is a second copy."""
     native: NativeTensor
 
     @property
@@ -65,14 +67,14 @@ class Shard:
 
 
 def places(
-    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: str
+    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: Naming
 ) -> dict[str, Place]:
     """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
     padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows, single = family(config.family).rows, replace(layout, tp=1, etp=1)
     named, keyed, whole = (
         list(native_tensors(rows, padded, spelled, over, rank, chunk, vocab_rows))
-        for spelled, over, rank in ((naming, layout, tp_rank), ("core", layout, tp_rank), ("core", single, 0))
+        for spelled, over, rank in ((naming, layout, tp_rank), (CORE, layout, tp_rank), (CORE, single, 0))
     )
     found = {}
     for native, other, entire in zip(named, keyed, whole, strict=True):
@@ -86,7 +88,7 @@ def places(
             config.layer_count,
             runs,
             native.replicated,
-            native.tied_copy,
+            native.copy is not None,
             native,
         )
     return found

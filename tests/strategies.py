@@ -6,16 +6,19 @@ from megaconv.families import families
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed, from_fields, per_layer
 from megaconv.model.layout import Layout
-from megaconv.model.table import NAMINGS, expressible
+from megaconv.model.naming import HF, LEGACY, META, NAMINGS, Naming
+from megaconv.model.table import expressible
 
 Draw = st.DrawFn
-
-VARIANTS = (*NAMINGS, "hf+stacked", "core+grouped", "core+legacy_grouped", "core_local+legacy_grouped", "meta+rows")
-"""Every naming that has words of its own."""
 
 
 def has_experts(family: str) -> bool:
     return any(row.of_experts for row in families()[family].rows)
+
+
+def stores_experts(naming: Naming) -> bool:
+    """Whether it is about how experts are stored."""
+    return any(variant.endswith(("grouped", "stacked")) for variant in naming.variants)
 
 
 FEATURES = {
@@ -31,8 +34,8 @@ FEATURES = {
 SPELLED = [
     (family, naming)
     for family, table in sorted(families().items())
-    for naming in VARIANTS
-    if expressible(table.rows, naming) and (not naming.endswith(("grouped", "stacked")) or has_experts(family))
+    for naming in NAMINGS
+    if expressible(table.rows, naming) and (has_experts(family) or not stores_experts(naming))
 ]
 """(family, naming) for all that can be said."""
 
@@ -45,10 +48,10 @@ def has_mtp(family: str) -> bool:
     return any(row.stage == "mtp" for row in families()[family].rows)
 
 
-def speaks_of(family: str, naming: str, feature: str) -> bool:
+def speaks_of(family: str, naming: Naming, feature: str) -> bool:
     """Whether a naming has words for all that a feature brings to a family."""
     rows = [row for row in families()[family].rows if feature in (row.when or "").split()]
-    return all(row.spelling(naming) is not None for row in rows)
+    return all(row.spelling(naming) for row in rows)
 
 
 @st.composite
@@ -76,15 +79,19 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
 
 
 @st.composite
-def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> ModelConfig:
+def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
+    heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
+    shares_heads = naming.scheme == "core" and heads > kv_heads and not has_latent_attention(family)
+    if shares_heads and draw(st.booleans()):
+        kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
     config = from_fields(
         family,
         {
             "layers.count": layers,
-            "hidden": (tp if naming == "meta" else 1) * draw(st.integers(1, 9)),
-            "attention.heads": kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3))),
+            "hidden": (tp if naming == META else 1) * draw(st.integers(1, 9)),
+            "attention.heads": heads,
             "attention.kv_heads": kv_heads,
             "attention.head_dim": 2 * draw(st.integers(1, 2)),
             "mlp.ffn": tp * draw(st.integers(1, 4)),
@@ -97,7 +104,7 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
         },
     )
     if family == "bert":
-        old = naming in ("hf", "legacy") and draw(st.booleans())
+        old = naming in (HF, LEGACY) and draw(st.booleans())
         return changed(
             config,
             {
@@ -107,7 +114,7 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
             },
         )
     if family == "t5":
-        kinds = ("rope", "learned", "relative") if naming != "legacy" else ("rope", "learned")
+        kinds = ("rope", "learned", "relative") if naming != LEGACY else ("rope", "learned")
         flags = {name: draw(st.booleans()) for name in ("mlp.gated", "norm.final", "head.bias")}
         sizes = {"encoder.layers": draw(st.integers(1, 4)), "positions.buckets": draw(st.integers(1, 8))}
         norm = draw(st.sampled_from(("RMSNorm", "LayerNorm")))
@@ -143,12 +150,12 @@ def models(draw: Draw, family: str, naming: str, tp: int, ep: int, etp: int) -> 
 
 
 @st.composite
-def sharded_models(draw: Draw) -> tuple[ModelConfig, str, Layout]:
+def sharded_models(draw: Draw) -> tuple[ModelConfig, Naming, Layout]:
     """A model, a naming that can say it, and a layout that it can be cut to."""
     family, naming = draw(st.sampled_from(SPELLED))
     tp, ep = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1
     etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp])) if has_experts(family) else 1
     config = draw(models(family, naming, tp, ep, etp))
-    if config.encoder.layers and naming.startswith(("core", "legacy")) and draw(st.booleans()):
+    if config.encoder.layers and naming.scheme in ("core", "legacy") and draw(st.booleans()):
         return config, naming, draw(layouts_apart(config, tp))
     return config, naming, draw(layouts(config.layer_count, tp, ep, etp))

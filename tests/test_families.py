@@ -22,6 +22,7 @@ from megaconv.families import families
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import native_tensors
 from tests.models import write_llama
 from tests.runs import assert_refused, run
@@ -60,7 +61,7 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(path: Path, family: str, naming: str = "hf", **words: Any) -> Path:
+def write_model(path: Path, family: str, naming: Naming = HF, **words: Any) -> Path:
     """A Hugging Face directory with random weights, under the names that the table has and the oracles prove."""
     table = families()[family]
     raw = {"architectures": [table.architectures[0]], "model_type": table.model_type, **SIZES, **WORDS[family], **words}
@@ -69,11 +70,11 @@ def write_model(path: Path, family: str, naming: str = "hf", **words: Any) -> Pa
     generator = torch.Generator().manual_seed(3)
     tensors: Tensors = {}
     for native in native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab):
-        if native.mtp_copy:
+        if native.copy and native.copy.written:
             tensors[native.name] = tensors[
                 "model.embed_tokens.weight" if "embed" in native.name else "lm_head.weight"
             ].clone()
-        elif not native.tied_copy:
+        elif not native.copy:
             tensors[native.name] = torch.randn(native.shape, generator=generator).bfloat16()
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(raw))
@@ -173,7 +174,7 @@ def test_what_transformers_saves_stacked_is_the_same_model(family: str, tmp_path
 
 
 def test_a_stack_of_another_shape_is_refused(tmp_path: Path) -> None:
-    hf = write_model(tmp_path / "hf", "mixtral", "hf+stacked")
+    hf = write_model(tmp_path / "hf", "mixtral", HF_STACKED)
     tensors = weights_of(hf)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, hf / "model.safetensors")

@@ -496,6 +496,12 @@ def test_what_these_files_cannot_be_is_refused(options: str, words: str, tmp_pat
     refused(hf, tmp_path / "out", "llama_mistral", 2, words, options=options)
 
 
+def test_a_config_json_without_weights_of_its_own_does_not_hide_metas_files(tmp_path: Path) -> None:
+    write_meta(tmp_path / "meta", LLAMA3)
+    (tmp_path / "meta" / "config.json").write_text("{}")
+    assert open_source(tmp_path / "meta")[0] == "llama_mistral"
+
+
 def test_a_mixtral_is_read_under_megatrons_name_for_it(tmp_path: Path) -> None:
     hf = to("hf", FIXTURES / "core-mixtral-seq-tp1ep1" / "checkpoint", tmp_path / "hf")
     core = to("core", hf, tmp_path / "core", loader="mixtral_hf", tp=2, ep=2)

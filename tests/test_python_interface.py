@@ -266,8 +266,8 @@ def npz(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plugins_are_listed_after_our_own(npz: Path) -> None:
-    assert registry.names("loaders") == [*registry.LOADERS, "npz"]
-    assert registry.names("savers") == [*registry.SAVERS, "canonical"]
+    assert list(registry.all_loaders()) == [*registry.LOADERS, "npz"]
+    assert list(registry.all_savers()) == [*registry.SAVERS, "canonical"]
     assert "npz           all tensors in one npz file" in run("formats").out
     with pytest.raises(UnknownFormat, match=r"no loader is called 'zip'; known are .*, npz"):
         registry.loader("zip")

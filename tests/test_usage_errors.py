@@ -7,7 +7,7 @@ import pytest
 
 from formats.tensor import FileTensor, StridedTensor
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, run, snapshot, unchanged
+from tests.runs import Outcome, assert_refused, run, snapshot, unchanged, write_old_output
 
 
 @pytest.fixture
@@ -63,6 +63,16 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(
 ) -> None:
     with unchanged(model.parent):
         assert_refused(convert(model, *options.split()), 2, *words)
+
+
+def test_layers_that_can_not_be_shared_out_evenly_are_refused_with_a_split_that_works(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=5)
+    split = "--layer-split 2,2,1"
+    assert_refused(convert(model, "--pp", 3), 2, "layers = 5", "--decoder-last-pipeline-num-layers 1", split)
+    assert convert(model, "--pp", 3, *split.split(), "--dry-run").status == 0
+    refused = convert(model, "--pp", 3, saver="legacy")
+    assert_refused(refused, 2, "layers = 5")
+    assert "--layer-split" not in refused.err  # which legacy models can't have
 
 
 @pytest.mark.usefixtures("_no_reading")
@@ -131,8 +141,9 @@ def test_two_models_that_differ_end_with_status_4(model: Path, tmp_path: Path) -
 
 
 def test_a_directory_that_can_not_be_written_to_is_an_error_of_its_own(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with unchanged(tmp_path):
-        target = model / "config.json" / "below"
+        target = tmp_path / "file" / "below"
         assert_refused(
             run("convert", "--load-dir", model, "--saver", "core", "--save-dir", target), 1, str(target.parent)
         )
@@ -181,9 +192,11 @@ def test_an_occupied_target_is_refused_and_untouched(model: Path, tmp_path: Path
         assert_refused(convert(model), 2, str(tmp_path / "out"), "already exists", "--overwrite")
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
-def test_an_occupied_target_is_replaced_on_demand(model: Path, tmp_path: Path, kind: str) -> None:
-    occupy(tmp_path / "out", kind)
+@pytest.mark.parametrize("kind", ["directory", "symlink"])
+def test_an_old_output_is_replaced_on_demand(model: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "symlink":
+        (tmp_path / "out").symlink_to("real")
+    write_old_output(tmp_path / ("real" if kind == "symlink" else "out"))
     before = sorted(path.name for path in tmp_path.iterdir())
     assert convert(model, "--overwrite").status == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -192,7 +205,7 @@ def test_an_occupied_target_is_replaced_on_demand(model: Path, tmp_path: Path, k
 
 
 def test_a_failed_run_that_would_have_replaced_a_target_leaves_it(model: Path, tmp_path: Path) -> None:
-    occupy(tmp_path / "out", "directory")
+    write_old_output(tmp_path / "out")
     with unchanged(tmp_path):
         assert_refused(convert(model, "--overwrite", "--tp", 3), 2, "heads")
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from formats import staging
+from formats import renames
 from megaconv.engine.conversion import ConvertOptions, convert
 from megaconv.errors import CheckpointError, NotEnoughSpace
 from megaconv.options import SaveOptions
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, snapshot, start, unchanged
+from tests.runs import assert_refused, finish, run, snapshot, start, unchanged, write_old_output
 
 
 @pytest.fixture
@@ -140,10 +140,10 @@ def convert_with_faults(model: Path, target: Path, call: Call, code: int, expect
 @pytest.mark.parametrize("there", ["nothing", "an empty directory", "an old output"])
 def test_an_error_at_any_call_leaves_the_target_as_it_was(model: Path, tmp_path: Path, call: Call, there: str) -> None:
     target = tmp_path / "out"
-    if there != "nothing":
+    if there == "an empty directory":
         target.mkdir()
     if there == "an old output":
-        (target / "precious.txt").write_text("precious")
+        write_old_output(target)
     if (call.name, there) == ("rename", "an old output"):
         pytest.skip("an old output is exchanged")
     assert convert_with_faults(model, target, call, errno.EIO, CheckpointError)
@@ -159,9 +159,8 @@ def test_without_an_exchange_in_one_step_an_old_output_is_replaced_in_two(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On file systems that can't swap names, an error at any rename still leaves the old output."""
-    monkeypatch.setattr(staging, "_exchange", lambda left, right: False)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious.txt").write_text("precious")
+    monkeypatch.setattr(renames, "exchange", lambda left, right: False)
+    write_old_output(tmp_path / "out")
     before = snapshot(tmp_path)
     for number in (1, 2):
         with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,6 @@
 """The command line. Work is imported inside each command, so that --help answers at once."""
 
-import gc
 import json
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from megaconv.commands import command_options as opt
-from megaconv.errors import CheckpointError, Interrupted, is_interruption
-from megaconv.terminal import log_to_stderr, show
+from megaconv.commands.endings import say
+from megaconv.commands.process import ignore_signals
+from megaconv.commands.process import run as run_process
+from megaconv.errors import Interrupted, is_interruption
+from megaconv.terminal import show
 
 app = typer.Typer(
     name="megaconv",
@@ -86,6 +86,7 @@ def convert(
     base: opt.Base = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
+    option: opt.Option = None,
     max_memory: opt.MaxMemory = "256MiB",
     workers: opt.Workers = 0,
     verify: opt.Verify = False,
@@ -130,7 +131,7 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
-        check_source=check_source,
+        extra=opt.extra(option), check_source=check_source,
     )  # fmt: skip
     ranks = started_ranks()
     if not dry_run:
@@ -139,23 +140,32 @@ def convert(
         _dry_run(load_dir, save_dir, saver, options, as_json)
 
 
-def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
+def _complete(error: BaseException) -> str:
+    """What an interruption that came too late says of the output."""
+    return str(error) if isinstance(error, Interrupted) else ""
+
+
+def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
-    from megaconv.engine.conversion import load_options
+    from megaconv.engine.conversion import open_input
 
+    metadata_only = replace(options, load=replace(options.load, metadata_only=True))
     try:
         with Progress(
-            "converting", lambda: _size(load_dir, load_options(saver, options)), shown=ranks.rank == 0
+            "converting",
+            lambda: open_input(load_dir, saver, metadata_only)[0].header.nbytes,
+            shown=ranks.rank == 0,
         ) as progress:
             report = run(load_dir, save_dir, saver, options, progress.advance, ranks)
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
-        raise Interrupted("give --resume again to go on" if options.resume else "") from None
+        raise Interrupted(_complete(error) or ("give --resume again to go on" if options.resume else "")) from None
     if ranks.rank:
         return
+    ignore_signals()
     if as_json:
         _print_json(report.to_json())
         return
@@ -165,7 +175,7 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     show(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     for notice in report.notices:
-        show(notice, sys.stderr)
+        say(notice)
     verified = " (verified)" if report.verified else ""
     show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
@@ -177,7 +187,7 @@ def _print_from_base(report: Any) -> None:
         show(f"from the original: {name}")
 
 
-def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
+def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.engine.conversion import prepare
 
@@ -187,9 +197,9 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
         return
     _print_from_base(report)
     for name, size in report.files.items():
-        show(f"{size:>18,}  {save_dir / name}")
+        show(f"{size:>18,}  {Path(save_dir) / name}")
     for notice in report.notices:
-        show(notice, sys.stderr)
+        say(notice)
     show(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
     )
@@ -198,8 +208,10 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
 @app.command(epilog="Example: megaconv inspect ckpt --json | jq .layout")
 def inspect(
     path: opt.Input,
+    loader: opt.Loader = None,
     config: Config = None,
     true_vocab_size: TrueVocab = None,
+    option: opt.Option = None,
     check_source: opt.CheckSource = True,
     as_json: Json = False,
 ) -> None:
@@ -210,7 +222,8 @@ def inspect(
     from megaconv.commands.inspection import inspect as run
     from megaconv.options import LoadOptions
 
-    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False), check_source=check_source)
+    options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
+    found = run(path, options, loader, check_source=check_source)
     if as_json:
         _print_json(found.to_json())
     else:
@@ -223,8 +236,10 @@ def inspect(
 @app.command(epilog="Example: megaconv fingerprint Llama-2-7b")
 def fingerprint(
     path: opt.Input,
+    loader: opt.Loader = None,
     config: Config = None,
     true_vocab_size: TrueVocab = None,
+    option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
     as_json: Json = False,
 ) -> None:
@@ -236,9 +251,9 @@ def fingerprint(
     from megaconv.engine.conversion import fingerprint as run
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, optimizer=optimizer)
-    with Progress("reading", lambda: _size(path, options)) as progress:
-        found = run(path, options, advance=progress.advance)
+    options = LoadOptions(config, true_vocab_size, optimizer=optimizer, extra=opt.extra(option))
+    with Progress("reading", lambda: _size(path, loader, options)) as progress:
+        found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:
         _print_json(
             {
@@ -254,7 +269,14 @@ def fingerprint(
 
 
 @app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
-def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
+def verify(
+    path: opt.Input,
+    loader: opt.Loader = None,
+    config: Config = None,
+    true_vocab_size: TrueVocab = None,
+    option: opt.Option = None,
+    as_json: Json = False,
+) -> None:
     """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
 
     Configuration, tokenizer and other small files are compared with the hashes there.
@@ -263,9 +285,9 @@ def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = 
     from megaconv.commands.verification import verify as run
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size)
-    with Progress("verifying", lambda: _size(path, options)) as progress:
-        found = run(path, options, advance=progress.advance)
+    options = LoadOptions(config, true_vocab_size, extra=opt.extra(option))
+    with Progress("verifying", lambda: _size(path, loader, options)) as progress:
+        found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:
         _print_json(found.to_json())
     elif found.same:
@@ -286,6 +308,10 @@ def diff(
     config_too: Annotated[
         bool, typer.Option("--config-too", help="Let differences in the configurations count as well.")
     ] = False,
+    loader: opt.Loader = None,
+    loader_a: opt.LoaderA = None,
+    loader_b: opt.LoaderB = None,
+    option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
     check_source: opt.CheckSource = True,
     as_json: Json = False,
@@ -294,14 +320,13 @@ def diff(
 
     Optimizer state is compared where both have it.
     """
-    from megaconv.commands.comparison import diff_sources, source_checks
+    from megaconv.commands.comparison import diff_sources, open_both, source_checks
     from megaconv.commands.progress import Progress
-    from megaconv.engine.conversion import open_source
     from megaconv.engine.plan import default_workers
     from megaconv.options import LoadOptions
 
-    load = LoadOptions(optimizer=optimizer)
-    left, right = open_source(a, None, load)[1], open_source(b, None, load)[1]
+    load = LoadOptions(optimizer=optimizer, extra=opt.extra(option))
+    left, right = open_both(a, b, load, (loader_a or loader, loader_b or loader))
     checks = source_checks(a, left, b, right) if check_source else None
     with Progress("comparing", lambda: left.header.nbytes) as progress:
         found = diff_sources(left, right, default_workers(writing=False), progress.advance, checks)
@@ -330,39 +355,14 @@ def _print_diff(found: Any) -> None:
 @app.command(epilog="Example: megaconv formats --json | jq .matrix.llama")
 def formats(as_json: Json = False) -> None:
     """List the loaders and savers that are known, and which model family can be read and written in which naming."""
-    from megaconv import registry
+    from megaconv.commands.catalogue import catalogue
 
-    loaders = {name: registry.loader(name).DESCRIPTION for name in registry.names("loaders")}
-    savers = {name: registry.saver(name).DESCRIPTION for name in registry.names("savers")}
-    known, matrix = _families()
+    found = catalogue()
     if as_json:
-        _print_json({"loaders": loaders, "savers": savers, "families": known, "matrix": matrix})
+        _print_json(found.to_json())
         return
-    for title, entries in (("loaders", loaders), ("savers", savers)):
-        show(title)
-        for name, text in entries.items():
-            show(f"  {name:<13} {text}")
-    show("families      " + "".join(f"{naming:<12}" for naming in NAMINGS_SHOWN))
-    for name, cells in matrix.items():
-        words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS_SHOWN)
-        show(f"  {name:<11} {''.join(words)} {', '.join(known[name])}")
-
-
-NAMINGS_SHOWN = ("hf", "core", "legacy", "meta")
-"""Every naming that is read is written too."""
-
-
-def _families() -> tuple[dict[str, list[str]], dict[str, dict[str, bool]]]:
-    """(classes of transformers, whether each naming has words) of every family; from the tables themselves."""
-    from megaconv.families import families
-    from megaconv.model.table import expressible
-
-    known = {name: list(family.architectures) for name, family in families().items()}
-    matrix = {
-        name: {naming: expressible(family.rows, naming, family.features) for naming in NAMINGS_SHOWN}
-        for name, family in families().items()
-    }
-    return known, matrix
+    for line in found.lines():
+        show(line)
 
 
 @app.command()
@@ -377,45 +377,16 @@ def demo(
     run(directory)
 
 
-def _size(place: str, options: Any) -> int:
+def _size(place: str, loader: str | None, options: Any) -> int:
     from megaconv.engine.conversion import open_source
 
-    return open_source(place, None, replace(options, metadata_only=True))[1].header.nbytes
+    return open_source(place, loader, replace(options, metadata_only=True))[1].header.nbytes
 
 
 def _print_json(document: Any) -> None:
     print(json.dumps(document, indent=1))
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # impatience must not disturb the cleaning up
-    raise Interrupted
-
-
 def main() -> None:
-    """The entry point: turns errors into one line and an exit status."""
-    log_to_stderr("megaconv")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
-    try:
-        app()
-    except CheckpointError as error:
-        show(f"megaconv: error: {error}", sys.stderr)
-        sys.exit(error.exit_status)
-    except (Interrupted, RuntimeError) as error:
-        if not is_interruption(error):
-            raise
-        hint = str(error) if isinstance(error, Interrupted) else ""
-        show(f"megaconv: interrupted; {hint or 'nothing was left behind'}", sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
-    except OSError as error:
-        show(f"megaconv: error: {error}", sys.stderr)
-        sys.exit(1)
-    finally:
-        gc.freeze()  # or the interpreter would look through everything once more before it ends
-        gc.enable()
+    """The entry point."""
+    run_process(lambda: app(standalone_mode=False))

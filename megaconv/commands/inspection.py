@@ -158,11 +158,14 @@ def readable(size: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
 
 
-def inspect(path: str | Path, options: LoadOptions | None = None, *, check_source: bool = True) -> Inspection:
-    """Reads metadata only. check_source: compare names and shapes with its own record, if it has one. Raises CheckpointError."""
+def inspect(
+    path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
+) -> Inspection:
+    """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
+    if it has one. Raises CheckpointError."""
     options = options or LoadOptions()
-    loader, source = open_source(path, None, replace(options, metadata_only=True, optimizer=False))
+    name, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=False))
     told = options.config is not None or options.true_vocab_size is not None
     record = find_record(resolve(str(path))) if check_source and not told else None
     differences = None if record is None else record.other_tensors(source.header.manifest)
-    return Inspection(str(path), loader, source.header, differences)
+    return Inspection(str(path), name, source.header, differences)

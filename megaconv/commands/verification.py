@@ -10,7 +10,7 @@ from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.record import RECORD_NAME, Record, find_record
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
-from megaconv.hub import resolve
+from megaconv.hub import Place, resolve
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
@@ -49,8 +49,9 @@ def verify(
     options: LoadOptions | None = None,
     workers: int = 0,
     advance: Callable[[int], None] = lambda count: None,
+    loader: str | None = None,
 ) -> Verification:
-    """Reads all of a checkpoint. advance is called with the bytes of every block.
+    """Reads all of a checkpoint. advance is called with the bytes of every block. loader: None: the one that recognises it.
 
     Raises CorruptCheckpoint where no fingerprints were recorded, ModelsDiffer where a changed file lets nothing be opened, and
     whatever opening the checkpoint raises.
@@ -58,7 +59,7 @@ def verify(
     record = _need_record(resolve(str(path)))
     changed = record.changed_files()
     try:
-        _, source = open_source(path, None, options)
+        _, source = open_source(path, loader, options)
     except CheckpointError as error:
         if not changed:
             raise
@@ -71,18 +72,26 @@ def verify(
     )
 
 
-def _need_record(path: Path) -> Record:
-    record = find_record(path)
+def _need_record(place: Place) -> Record:
+    if isinstance(place, str):
+        raise CorruptCheckpoint(
+            f"{place}: nothing can lie beside a URI to verify it against; megaconv diff compares with another checkpoint",
+            code="no-fingerprints",
+        )
+    record = find_record(place)
     if record is not None:
         return record
+    path = place.parent if place.is_file() else place
     if (path / RECORD_NAME).exists():
         raise CorruptCheckpoint(
             f"{path / RECORD_NAME}: is about another iteration than the one that the tracker names, of which nothing is known to "
-            "verify it against; megaconv diff compares with another checkpoint"
+            "verify it against; megaconv diff compares with another checkpoint",
+            code="no-fingerprints",
         )
     raise CorruptCheckpoint(
         f"{path}: has no {RECORD_NAME}, so that nothing is known to verify it against; "
-        "megaconv writes one into every output, and megaconv diff compares with another checkpoint"
+        "megaconv writes one into every output, and megaconv diff compares with another checkpoint",
+        code="no-fingerprints",
     )
 
 

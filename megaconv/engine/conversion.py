@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-import os
 import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from formats.opened import OpenedFiles
 from formats.staging import Staging
 from formats.tensor import LazyTensor
 from megaconv import registry
@@ -22,11 +23,12 @@ from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
+from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
-from megaconv.errors import Cancelled, ModelsDiffer, UsageError
-from megaconv.hub import resolve
+from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
+from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions, SaveOptions
+from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 
@@ -51,6 +53,12 @@ class ConvertOptions:
     overwrite: bool = False
     check_source: bool = True
     """Whether a source that has a megaconv.json has to be what that says."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
+
+    def all_extra(self) -> dict[str, str]:
+        """Wherever they were given."""
+        return {**self.load.extra, **self.save.extra, **self.extra}
 
 
 @dataclass(frozen=True)
@@ -105,15 +113,21 @@ class Report:
 
 
 def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
-    """(loader name, source) of any input. Raises CheckpointError."""
+    """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
     raise_file_limit()
-    path = resolve(str(place))
-    name, found = (
-        (registry.ALIASES.get(loader, loader), registry.loader(loader))
-        if loader and path.exists()
-        else registry.detect(path)
-    )
-    return name, LazySource(found.open(path, options or LoadOptions()))
+    path, options = resolve(str(place)), options or LoadOptions()
+    name, found = registry.choose(path, loader)
+    registry.share_options(options.extra, {f"loader {name}": found})
+    return name, LazySource(found.open(path, options))
+
+
+def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
+    """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
+    load, place = load_options(saver, options), resolve(str(load_dir))
+    name, found = registry.choose(place, options.loader)
+    takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
+    read, written = registry.share_options(options.all_extra(), takers)
+    return open_source(place, name, replace(load, extra=read))[1], written
 
 
 @dataclass(frozen=True)
@@ -138,21 +152,26 @@ def prepare(
 
     processes: that will write it together, each with files of its own.
     """
+    for word in options.save.allow_lossy:
+        if word not in LOSSES:
+            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
-    load, path = load_options(saver, options), resolve(str(load_dir))
-    _, source = open_source(path, options.loader, load)
+    source, extra = open_input(load_dir, saver, options)
     written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
-        raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
-    if load.dtype is not None:
-        source = CastSource(source, load.dtype)
+        raise UsageError(
+            f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
+    if options.dtype is not None:
+        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
     check = SourceCheck()
     if options.check_source:
-        told = load.config is not None or load.true_vocab_size is not None
-        check = check_source(path, written, source.header.manifest, other_shapes=told)
-    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
+        told = options.load.config is not None or options.load.true_vocab_size is not None
+        check = check_source(resolve(str(load_dir)), written, source.header.manifest, other_shapes=told)
+    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(record_json(str(load_dir), saver, source.header, plan, blank))
@@ -164,9 +183,14 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
     can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
     if options.optimizer and (not can_hold or options.save.release):
         what = "a release checkpoint" if can_hold else f"--saver {saver}"
-        raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
+        raise UsageError(
+            f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
     wanted = can_hold and options.optimizer is not False and not options.save.release
     dtype = None if options.dtype is None else dtype_name(options.dtype)
+    if dtype == "float16":
+        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
     return replace(options.load, optimizer=wanted, dtype=dtype)
 
 
@@ -182,44 +206,75 @@ def convert(
 
     ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
     """
-    with ranks:
-        started = time.monotonic()
-        staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
-        path = resolve(str(load_dir))
-        if staging.target in Path(os.path.realpath(path)).parents:
-            raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
+    complete: list[str] = []
+    try:
+        with ranks:
+            return _convert(load_dir, save_dir, saver, options, advance, ranks, complete)
+    except BaseException as error:
+        if complete and is_interruption(error):
+            kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
+            raise kind(f"{complete[0]} is complete") from None
+        if complete and isinstance(error, CheckpointError):
+            raise CheckpointError(f"{error}; {complete[0]} is complete") from error
+        raise
+
+
+def _convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    options: ConvertOptions,
+    advance: Callable[[int], None],
+    ranks: Ranks,
+    complete: list[str],
+) -> Report:
+    """complete: where save_dir is entered when the output is there, whatever happens then."""
+    started = time.monotonic()
+    refuse_place(save_dir)
+    staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
+    place = resolve(str(load_dir))
+    refuse_loss(save_dir, place, (options.load.config, options.save.base), RECORD_NAME)
+    opened = OpenedFiles()
+    with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-        identity = _identity(path, options.dtype)
-        ranks.agree("source", identity)
-        ranks.agree("options", repr((saver, staging.target, options)))
-        if not options.resume and not ranks.rank:
-            staging.require_space(report.nbytes)
-        shares = share_out(report.plan, source.header.manifest, ranks.size)
-        try:
+    asked = [options.dtype, options.all_extra(), _revision(place, source.header, options)]
+    ranks.agree("source", _digest(asked, opened.listing()))
+    ranks.agree("options", repr((saver, staging.target, options)))
+    # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
+    identity = _digest(asked, opened.listing(), opened.inode_changes())
+    if not options.resume and not ranks.rank:
+        staging.require_space(report.nbytes)
+    shares = share_out(report.plan, source.header.manifest, ranks.size)
+    try:
+        with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
-            if ranks.rank:
-                staging.sync()  # rank 0 does when it commits
-            fingerprint = combine(_gather(ranks, shares, digests))
-            if not ranks.rank:
-                _compare(report.check, fingerprint)
-            if options.verify:
-                hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
-                verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
-                ranks.gather("")
-            if ranks.rank:
-                staging.keep()
-            else:
-                record = staging.file(RECORD_NAME, report.record_bytes)
-                record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
-                staging.commit()
-        except BaseException as error:
-            # An interrupted run is worth keeping only for somebody who said that they'd resume it.
-            interrupted = ranks.fail(error)
-            if options.resume and interrupted:
-                staging.keep()
-            else:
-                staging.discard()
-            raise
+        opened.require_unchanged()
+        if ranks.rank:
+            staging.finish()  # rank 0 does when it commits
+        fingerprint = combine(_gather(ranks, shares, digests))
+        if not ranks.rank:
+            report.check.compare(fingerprint)
+        if options.verify:
+            hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
+            verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
+            ranks.gather("")
+        if ranks.rank:
+            staging.keep()
+        else:
+            record = staging.file(RECORD_NAME, report.record_bytes)
+            record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
+            staging.commit()
+    except BaseException as error:
+        # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+        interrupted = ranks.fail(error)
+        if options.resume and interrupted:
+            staging.keep()
+        else:
+            staging.discard()
+        raise
+    finally:
+        if staging.committed:
+            complete.append(str(save_dir))
     return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
 
 
@@ -240,7 +295,8 @@ def _transfer(
             block_bytes=block_bytes(options.max_memory, workers), advance=advance,
         )  # fmt: skip
     stream = Stream(options.max_memory // 2)
-    sender = threading.Thread(target=_send, args=(source, stream), name="loader", daemon=True)
+    # In a copy of the context, so that files which a source opens no sooner than here are noted too.
+    sender = threading.Thread(target=copy_context().run, args=(_send, source, stream), name="loader", daemon=True)
     sender.start()
     digests = transfer.run(stream, workers)
     sender.join()
@@ -255,13 +311,6 @@ def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -
         for share, text in zip(shares, gathered, strict=True)
         for index, key in enumerate(share.hashed)
     }
-
-
-def _compare(check: SourceCheck, fingerprint: Fingerprint) -> None:
-    """Raises CorruptCheckpoint where the source is not what it was when it was written."""
-    for key, digest in fingerprint.tensors.items():
-        check.found(key, digest)
-    check.require_intact()
 
 
 def _send(source: Source, stream: Stream) -> None:
@@ -295,11 +344,20 @@ def verify_fingerprint(
             raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
 
 
-def _identity(path: Path, dtype: str | None) -> str:
-    """Changes whenever the source does: names, sizes and times of all its files."""
-    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
-    listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return hashlib.sha256(json.dumps([__version__, str(path.resolve()), dtype, listing]).encode()).hexdigest()
+def _digest(*what: Any) -> str:
+    return hashlib.sha256(json.dumps([__version__, *what]).encode()).hexdigest()
+
+
+def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str]:
+    """What the loader of a URI says about it, whose files nobody here can look at.
+
+    Raises UsageError where a run of a URI is to be resumed of which nobody knows whether it has changed.
+    """
+    if isinstance(place, Path):
+        return []
+    if options.resume and header.revision is None:
+        raise UsageError(f"--resume: the loader of {place} doesn't tell whether it has changed since; leave it out")
+    return [place, header.revision or ""]
 
 
 def _workers(options: ConvertOptions) -> int:
@@ -317,8 +375,12 @@ def raise_file_limit() -> None:
 
 
 def fingerprint(
-    path: str | Path, options: LoadOptions | None = None, workers: int = 0, advance: Callable[[int], None] | None = None
+    path: str | Path,
+    options: LoadOptions | None = None,
+    workers: int = 0,
+    advance: Callable[[int], None] | None = None,
+    loader: str | None = None,
 ) -> Fingerprint:
-    """The fingerprint of any checkpoint; reads all of it."""
-    _, source = open_source(path, None, options)
+    """The fingerprint of any checkpoint; reads all of it. loader: None: the one that recognises it."""
+    _, source = open_source(path, loader, options)
     return fingerprint_source(source, workers or default_workers(writing=False), advance)

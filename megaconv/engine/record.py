@@ -23,6 +23,7 @@ from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import CheckpointError, CorruptCheckpoint, UnsafeContent
+from megaconv.hub import Place
 from megaconv.model.check import listing
 from megaconv.model.ir import WEIGHT, Header, Key, TensorInfo
 
@@ -122,11 +123,14 @@ def _version_of(plan: OutputPlan) -> str | None:
     return next(name.partition("/")[0] for name in plan.files if rank_files.is_version(name.partition("/")[0]))
 
 
-def find_record(path: Path) -> Record | None:
-    """The record of what a loader opens at path; None without one, or where it is about another iteration.
+def find_record(place: Place) -> Record | None:
+    """The record of what a loader opens at a place; None without one, or where it is about another iteration.
 
-    Raises CorruptCheckpoint for one that can't be read.
+    It lies in the output's directory, also where the input is a file of it. Raises CorruptCheckpoint for one that can't be read.
     """
+    if isinstance(place, str):
+        return None
+    path = place.parent if place.is_file() else place
     root = path.parent if rank_files.is_version(path.name) and not (path / RECORD_NAME).exists() else path
     if not (root / RECORD_NAME).exists():
         return None
@@ -160,6 +164,8 @@ class SourceCheck:
     record: Record | None = None
     unlike: frozenset[str] = frozenset()
     """Tensors that can't be compared: they were asked for in another dtype, or with another vocabulary."""
+    notices: tuple[str, ...] = ()
+    """What a user should know about the source's small files."""
     damaged: list[str] = field(default_factory=list)
 
     def expects(self, key: Key) -> str | None:
@@ -173,6 +179,12 @@ class SourceCheck:
         if self.expects(key) not in (None, fingerprint):
             self.damaged.append(str(key))
 
+    def compare(self, fingerprint: Fingerprint) -> None:
+        """Raises CorruptCheckpoint where a source isn't what it was when it was written."""
+        for key, digest in fingerprint.tensors.items():
+            self.found(key, digest)
+        self.require_intact()
+
     def require_intact(self) -> None:
         """Raises CorruptCheckpoint naming tensors that are not what was recorded."""
         if self.record is not None and self.damaged:
@@ -181,17 +193,9 @@ class SourceCheck:
                 f"{len(self.damaged)} tensors have other values than were written: {listing(sorted(self.damaged))}",
             )
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What a user should know about the source's small files."""
-        changed = {} if self.record is None else self.record.changed_files()
-        return tuple(
-            f"{name}: {kind} since the source was written (its {RECORD_NAME} says)" for name, kind in changed.items()
-        )
-
 
 def check_source(
-    path: Path,
+    place: Place,
     written: Mapping[Key, TensorInfo],
     streamed: Mapping[Key, TensorInfo] | None = None,
     *,
@@ -201,7 +205,7 @@ def check_source(
 
     written: its manifest. streamed: in the dtypes that are asked for. other_shapes: the user has said what vocabulary it has.
     """
-    record = find_record(path)
+    record = find_record(place)
     if record is None:
         return SourceCheck()
     differing = record.other_tensors(written)
@@ -212,10 +216,15 @@ def check_source(
             f"{len(missing)} tensors are not as written: {listing([f'{name} {what}' for name, what in missing.items()])}",
         )
     cast = {str(key) for key, info in written.items() if streamed is not None and streamed.get(key) != info}
-    return SourceCheck(record, frozenset(cast | differing.keys()))
+    notices = [
+        f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
+        for name, kind in record.changed_files().items()
+    ]
+    return SourceCheck(record, frozenset(cast | differing.keys()), tuple(notices))
 
 
 def _refuse(record: Record, what: str) -> None:
     raise CorruptCheckpoint(
-        f"{record.root}: {what}. It was damaged or changed since ({RECORD_NAME}); --no-check-source takes it as it is"
+        f"{record.root}: {what}. It was damaged or changed since ({RECORD_NAME}); --no-check-source takes it as it is",
+        code="changed-since-written",
     )

@@ -18,7 +18,7 @@ from megaconv.families.parts.decoder_words import model_words
 from megaconv.families.parts.words import Fields, Raw, Words, choice, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.table import Fused, Row
+from megaconv.model.table import Copied, Fused, Row
 
 _CANONICAL = "encoder.layers.{l}."
 _HF = "bert.encoder.layer.{l}."
@@ -54,8 +54,8 @@ EMBEDDINGS = (
         hf="bert.embeddings.word_embeddings.weight",
         core="embedding.word_embeddings.weight",
         legacy="language_model.embedding.word_embeddings.weight",
-        tied_copy={"hf": ("cls.predictions.decoder.weight",), "core": ("output_layer.weight",), "core_local": ("output_layer.weight",),
-                   "legacy": ("word_embeddings_for_head.weight",)}),
+        copies=(Copied("head", {"hf": ("cls.predictions.decoder.weight",), "core": ("output_layer.weight",),
+                                "legacy": ("word_embeddings_for_head.weight",)}),)),
     Row("positions.weight", ("max_positions hidden",), stage="first",
         hf="bert.embeddings.position_embeddings.weight",
         core="embedding.position_embeddings.weight",
@@ -68,8 +68,8 @@ EMBEDDINGS = (
 
 LAYERS = (
     _INPUT_NORM,
-    replace(_INPUT_NORM, hf="bert.embeddings.LayerNorm.{weight|bias}", when="post_norm first_layer"),
-    replace(_INPUT_NORM, hf=_OUTPUT_NORM, when="post_norm later_layer"),
+    replace(_INPUT_NORM.renamed(hf="bert.embeddings.LayerNorm.{weight|bias}"), when="post_norm first_layer"),
+    replace(_INPUT_NORM.renamed(hf=_OUTPUT_NORM), when="post_norm later_layer"),
     Row(_CANONICAL + "attn.{q|k|v}.weight", (f"{_HEADS} hidden",) * 3, tp=0,
         hf=_HF + "attention.self.{query|key|value}.weight",
         core=Fused(_CORE + "self_attention.linear_qkv.weight", groups="kv_heads"),
@@ -87,7 +87,7 @@ LAYERS = (
         core=_CORE + "self_attention.linear_proj.bias",
         legacy=_LEGACY + "self_attention.dense.bias"),
     _MLP_NORM,
-    replace(_MLP_NORM, hf=_HF + "attention.output.LayerNorm.{weight|bias}", when="post_norm"),
+    replace(_MLP_NORM.renamed(hf=_HF + "attention.output.LayerNorm.{weight|bias}"), when="post_norm"),
     Row(_CANONICAL + "mlp.up.weight", ("ffn hidden",), tp=0,
         hf=_HF + "intermediate.dense.weight",
         core=_CORE + "mlp.linear_fc1.weight",
@@ -117,7 +117,7 @@ def _linear(name: str, rows: str, when: str | None, hf: str, core: str, legacy: 
 
 HEADS = (
     _FINAL_NORM,
-    replace(_FINAL_NORM, hf=_OUTPUT_NORM, when="post_norm"),
+    replace(_FINAL_NORM.renamed(hf=_OUTPUT_NORM), when="post_norm"),
     *_linear("transform.dense", "hidden", None, "cls.predictions.transform.dense", "lm_head.dense", "lm_head.dense"),
     Row("transform.norm.{weight|bias}", ("hidden", "hidden"), stage="last",
         hf="cls.predictions.transform.LayerNorm.{weight|bias}",
@@ -131,7 +131,7 @@ HEADS = (
         hf="cls.predictions.bias",
         core="output_layer.bias",
         legacy="lm_head.bias",
-        aliases={"hf": ("cls.predictions.decoder.bias",)}),
+        copies=(Copied("itself", {"hf": ("cls.predictions.decoder.bias",)}),)),
     *_linear("binary_head", "2", "binary_head", "cls.seq_relationship", "binary_head", "binary_head"),
     *_linear("pooler", "hidden", "binary_head", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense"),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
 from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, number
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 
-ROWS = (EMBEDDING, *LATENT_ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *SHARED, *HEAD)
+ROWS = (EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *SHARED, *HEAD)
 
 
 def _no_groups(raw: Raw) -> Fields:

@@ -51,7 +51,7 @@ LATENT_ATTENTION = (
         hf=_HF + "o_proj.weight",
         core=_CORE + "linear_proj.weight"),
 )  # fmt: skip
-ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
+ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 """transformers' defaults, of V2 as of V3."""

@@ -4,8 +4,6 @@ Megatron has words for the norms (layernorm_zero_centered_gamma: the stored valu
 the embedding: like Megatron-Bridge and NeMo we leave the weights as they are, and the model has to be built with it.
 """
 
-from dataclasses import replace
-
 from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import Family
 from megaconv.families.llama import BIASES, IGNORED
@@ -13,7 +11,7 @@ from megaconv.families.llama import ROWS as LLAMA_ROWS
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, decoder_words
 from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, follows
 
-ROWS = tuple(replace(row, legacy=None, meta=None) for row in LLAMA_ROWS)
+ROWS = tuple(row.without("legacy", "meta") for row in LLAMA_ROWS)
 
 _ACTIVATIONS = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast"), "gelu_tanh")
 """The first releases say `gelu`, and mean its approximation, as transformers takes it."""

@@ -17,7 +17,7 @@ ROUTER_BIAS = Row(
     core="decoder.layers.{l}.mlp.router.expert_bias",
 )  # fmt: skip
 SHARED = shared_expert_rows("mlp.shared_experts.{gate_proj|up_proj}.weight", "mlp.shared_experts.down_proj.weight")
-ROWS = with_mtp((EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
+ROWS = with_mtp((EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
 
 def deepseek_experts(*, count: int, width: int, shared: int, dense: int) -> tuple[Words, ...]:

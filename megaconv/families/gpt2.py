@@ -5,7 +5,7 @@ from megaconv.families import Family
 from megaconv.families.parts.decoder_words import model_words
 from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, need_size, number, size
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Fused, Row, Transposed
+from megaconv.model.table import Copied, Fused, Row, Transposed
 
 _HF = "transformer.h.{l}."
 _CORE = "decoder.layers.{l}."
@@ -17,8 +17,8 @@ ROWS = (
         hf="transformer.wte.weight",
         core="embedding.word_embeddings.weight",
         legacy="language_model.embedding.word_embeddings.weight",
-        tied_copy={"hf": ("lm_head.weight",), "core": ("output_layer.weight",), "core_local": ("output_layer.weight",),
-                   "legacy": ("word_embeddings_for_head.weight",)}),
+        copies=(Copied("head", {"hf": ("lm_head.weight",), "core": ("output_layer.weight",),
+                                "legacy": ("word_embeddings_for_head.weight",)}),)),
     Row("positions.weight", ("max_positions hidden",), stage="first",
         hf="transformer.wpe.weight",
         core="embedding.position_embeddings.weight",

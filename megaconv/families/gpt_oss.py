@@ -5,8 +5,6 @@ weights the transpose of each expert, as MXFP4 (`hf+stacked`, see megaconv/engin
 A sink is Megatron's learnable softmax offset.
 """
 
-from dataclasses import replace
-
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
@@ -40,25 +38,25 @@ _OWN = (
         core=_CORE + "mlp.router.bias"),
     Row("layers.{l}.mlp.experts.{e}.gate_up.weight", ("2*moe_ffn hidden",), tp=0, when="moe",
         hf=StackedTransposed(_EXPERTS + "gate_up_proj", "experts hidden 2*moe_ffn"),
-        stacked=Stacked(_EXPERTS + "gate_up_proj"),
+        hf_stacked=Stacked(_EXPERTS + "gate_up_proj"),
         core=Halves(_LOCAL_EXPERT + "linear_fc1.weight"),
-        grouped=Halves(_CORE_EXPERTS + "linear_fc1.weight{e}")),
+        core_grouped=Halves(_CORE_EXPERTS + "linear_fc1.weight{e}")),
     Row("layers.{l}.mlp.experts.{e}.gate_up.bias", ("2*moe_ffn",), tp=0, when="moe",
         hf=StackedTransposed(_EXPERTS + "gate_up_proj_bias", "experts 2*moe_ffn"),
         core=Halves(_LOCAL_EXPERT + "linear_fc1.bias"),
-        grouped=Halves(_CORE_EXPERTS + "linear_fc1.bias{e}")),
+        core_grouped=Halves(_CORE_EXPERTS + "linear_fc1.bias{e}")),
     Row("layers.{l}.mlp.experts.{e}.down.weight", ("hidden moe_ffn",), tp=1, when="moe",
         hf=StackedTransposed(_EXPERTS + "down_proj", "experts moe_ffn hidden"),
-        stacked=Stacked(_EXPERTS + "down_proj"),
+        hf_stacked=Stacked(_EXPERTS + "down_proj"),
         core=_LOCAL_EXPERT + "linear_fc2.weight",
-        grouped=_CORE_EXPERTS + "linear_fc2.weight{e}"),
+        core_grouped=_CORE_EXPERTS + "linear_fc2.weight{e}"),
     Row("layers.{l}.mlp.experts.{e}.down.bias", ("hidden",), when="moe",
         hf=StackedTransposed(_EXPERTS + "down_proj_bias", "experts hidden"),
         core=_LOCAL_EXPERT + "linear_fc2.bias",
-        grouped=_CORE_EXPERTS + "linear_fc2.bias{e}"),
+        core_grouped=_CORE_EXPERTS + "linear_fc2.bias{e}"),
 )  # fmt: skip
 _SHARED = (EMBEDDING, *ATTENTION, MOE_NORM, *HEAD)
-ROWS = (*(replace(row, legacy=None, meta=None) for row in _SHARED), *_OWN)
+ROWS = (*(row.without("legacy", "meta") for row in _SHARED), *_OWN)
 
 _YARN = {
     "rope_type": "yarn",

@@ -3,7 +3,7 @@
 from megaconv.families import Family
 from megaconv.families.parts.decoder_words import GATED_SILU, LLAMA_LIKE, PLAIN, decoder_words
 from megaconv.families.parts.words import flags
-from megaconv.model.table import Fused, OtherAxis, RotaryPairs, Row
+from megaconv.model.table import Copied, Fused, OtherAxis, RotaryPairs, Row
 
 _HF = "model.layers.{l}."
 _CORE = "decoder.layers.{l}."
@@ -16,8 +16,9 @@ EMBEDDING = Row(
     core="embedding.word_embeddings.weight",
     legacy="language_model.embedding.word_embeddings.weight",
     meta=OtherAxis("tok_embeddings.weight", tp=1),
-    tied_copy={"hf": ("lm_head.weight",), "core": ("output_layer.weight",), "core_local": ("output_layer.weight",),
-               "legacy": ("word_embeddings_for_head.weight",), "meta": ("output.weight",)},
+    meta_rows="tok_embeddings.weight",
+    copies=(Copied("head", {"hf": ("lm_head.weight",), "core": ("output_layer.weight",), "meta": ("output.weight",),
+                            "legacy": ("word_embeddings_for_head.weight",)}),),
 )  # fmt: skip
 
 ATTENTION = (
@@ -31,7 +32,7 @@ ATTENTION = (
         hf=_HF + "self_attn.{q|k|v}_proj.weight",
         core=Fused(_CORE + "self_attention.linear_qkv.weight", groups="kv_heads"),
         legacy=Fused(_LEGACY + "self_attention.query_key_value.weight", groups="kv_heads"),
-        meta=RotaryPairs(_META + "attention.{wq|wk|wv}.weight", members=(0, 1))),
+        meta=RotaryPairs(_META + "attention.{wq|wk|wv}.weight", rotating=(0, 1))),
     Row("layers.{l}.attn.{q|k|v}.bias", ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim"), tp=0, when="qkv_bias",
         hf=_HF + "self_attn.{q|k|v}_proj.bias",
         core=Fused(_CORE + "self_attention.linear_qkv.bias", groups="kv_heads"),

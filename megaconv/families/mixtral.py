@@ -1,7 +1,5 @@
 """Mixtral: Mistral's attention, and experts in every layer."""
 
-from dataclasses import replace
-
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope, window
@@ -25,19 +23,19 @@ def expert_rows(router: str, gate_and_up: str, down: str) -> tuple[Row, ...]:
         Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
             hf=_HF + router,
             core=_CORE + "router.weight",
-            stacked=_HF + "mlp.gate.weight"),
+            hf_stacked=_HF + "mlp.gate.weight"),
         Row("layers.{l}.mlp.experts.{e}.{gate|up}.weight", ("moe_ffn hidden", "moe_ffn hidden"), tp=0, when="moe",
             hf=_HF + gate_and_up,
-            stacked=Stacked(_HF + "mlp.experts.gate_up_proj"),
+            hf_stacked=Stacked(_HF + "mlp.experts.gate_up_proj"),
             core=Fused(_LOCAL_EXPERT + "linear_fc1.weight"),
-            grouped=Fused(_CORE + "experts.linear_fc1.weight{e}"),
-            legacy_grouped=StackedTransposed(_CORE + "experts.weight1", "hidden local_experts*2*moe_ffn")),
+            core_grouped=Fused(_CORE + "experts.linear_fc1.weight{e}"),
+            core_legacy_grouped=StackedTransposed(_CORE + "experts.weight1", "hidden local_experts*2*moe_ffn")),
         Row("layers.{l}.mlp.experts.{e}.down.weight", ("hidden moe_ffn",), tp=1, when="moe",
             hf=_HF + down,
-            stacked=Stacked(_HF + "mlp.experts.down_proj"),
+            hf_stacked=Stacked(_HF + "mlp.experts.down_proj"),
             core=_LOCAL_EXPERT + "linear_fc2.weight",
-            grouped=_CORE + "experts.linear_fc2.weight{e}",
-            legacy_grouped=StackedTransposed(_CORE + "experts.weight2", "local_experts*moe_ffn hidden")),
+            core_grouped=_CORE + "experts.linear_fc2.weight{e}",
+            core_legacy_grouped=StackedTransposed(_CORE + "experts.weight2", "local_experts*moe_ffn hidden")),
     )  # fmt: skip
 
 
@@ -62,7 +60,7 @@ _MISTRALS_OWN = {
     "layers.{l}.mlp.experts.{e}.down.weight": "layers.{l}.feed_forward.experts.{e}.w2.weight",
 }
 """In consolidated.safetensors, as mistral-inference names its modules."""
-_OWN = tuple(replace(row, meta=_MISTRALS_OWN[row.canonical]) for row in (MOE_NORM, *_EXPERTS))
+_OWN = tuple(row.renamed(meta=_MISTRALS_OWN[row.canonical]) for row in (MOE_NORM, *_EXPERTS))
 ROWS = (EMBEDDING, *ATTENTION, *_OWN, *HEAD)
 
 

@@ -1,7 +1,5 @@
 """Phi-3 and 3.5 (mini, medium): Llama's tensors, with q, k, v in one and gate, up in another as Hugging Face ships them."""
 
-from dataclasses import replace
-
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
@@ -15,7 +13,7 @@ _FUSED = {
     "layers.{l}.attn.{q|k|v}.weight": Fused("model.layers.{l}.self_attn.qkv_proj.weight"),
     "layers.{l}.mlp.{gate|up}.weight": Fused("model.layers.{l}.mlp.gate_up_proj.weight"),
 }
-ROWS = tuple(replace(row, hf=_FUSED.get(row.canonical, row.hf), legacy=None, meta=None) for row in LLAMA_ROWS)
+ROWS = tuple(row.renamed(hf=_FUSED.get(row.canonical, row.names["hf"])).without("legacy", "meta") for row in LLAMA_ROWS)
 
 
 def _write_original(config: ModelConfig) -> Raw:

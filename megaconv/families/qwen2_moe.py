@@ -19,7 +19,7 @@ _SHARED_GATE = Row(
     hf="model.layers.{l}.mlp.shared_expert_gate.weight",
     core="decoder.layers.{l}.mlp.shared_experts.gate_weight",
 )  # fmt: skip
-ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
 
 
 def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]:
@@ -28,7 +28,7 @@ def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]
     def read(raw: Raw) -> Fields:
         layers, step, dense = (
             need_size(raw, "num_hidden_layers"),
-            raw.get("decoder_sparse_step", 1),
+            need_size(raw, "decoder_sparse_step", 1),
             raw.get("mlp_only_layers"),
         )
         chosen = [layer for layer in range(layers) if layer not in (dense or ()) and (layer + 1) % step == 0]

@@ -7,7 +7,7 @@ from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, dec
 from megaconv.families.parts.words import Fields, Raw, Words
 from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_experts
 
-ROWS = (EMBEDDING, *ATTENTION, *MLP, MOE_NORM, *QWEN_EXPERTS, *HEAD)
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *HEAD)
 
 
 def _window(raw: Raw) -> Fields:

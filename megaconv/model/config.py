@@ -248,8 +248,6 @@ class Size(NamedTuple):
 
     field: str
     least: int = 0
-    sharded: str | None = None
-    """What shares it out over ranks: `tp`, `etp` (of experts) or `ep`; None: every rank has all of it."""
 
     def of(self, config: ModelConfig) -> Any:
         return value_of(config, self.field)
@@ -257,15 +255,15 @@ class Size(NamedTuple):
 
 SIZES: Mapping[str, Size] = {
     "hidden": Size("hidden", 1),
-    "heads": Size("attention.heads", 1, "tp"),
-    "kv_heads": Size("attention.kv_heads", 1, "tp"),
+    "heads": Size("attention.heads", 1),
+    "kv_heads": Size("attention.kv_heads", 1),
     "head_dim": Size("attention.head_dim", 1),
-    "ffn": Size("mlp.ffn", 1, "tp"),
+    "ffn": Size("mlp.ffn", 1),
     "vocab": Size("vocab", 1),
     "max_positions": Size("max_positions", 1),
-    "experts": Size("experts.count", 0, "ep"),
-    "moe_ffn": Size("experts.ffn", 0, "etp"),
-    "shared_ffn": Size("experts.shared_ffn", 0, "tp"),
+    "experts": Size("experts.count", 0),
+    "moe_ffn": Size("experts.ffn", 0),
+    "shared_ffn": Size("experts.shared_ffn", 0),
     "encoder_layers": Size("encoder.layers"),
     "token_types": Size("token_types"),
     "relative_buckets": Size("positions.buckets"),

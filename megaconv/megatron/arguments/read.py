@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
+from megaconv.errors import CorruptCheckpoint, LayoutError
 from megaconv.families import Family, recognize
 from megaconv.families import family as family_named
-from megaconv.megatron.arguments.encoder import POST_NORM, read_encoder
+from megaconv.megatron.arguments.check import check_arguments
+from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.rope import read_scaling
 from megaconv.model.ceilings import RANKS
@@ -86,7 +87,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
 
     Raises UnknownFamily for what no model family has, CorruptCheckpoint for values that can't be.
     """
-    _require_known(args, post_norm=legacy and "head.activation" in found)
+    check_arguments(args, found, legacy=legacy)
     told = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
     if found.get("experts.count"):
         told |= _experts(args)
@@ -191,23 +192,6 @@ def _activation(args: Namespace, *, gated: bool) -> str:
     if gated and getattr(args, "swiglu", True):
         return "silu"
     return "gelu_tanh" if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False) else "gelu"
-
-
-def _require_known(args: Namespace, *, post_norm: bool) -> None:
-    known: dict[str, tuple[Any, ...]] = {
-        "position_embedding_type": ("rope", "yarn", "learned_absolute", "relative"),
-        "softmax_type": ("vanilla", "learnable"),
-        "normalization": ("RMSNorm", "LayerNorm"),
-        "squared_relu": (False,),
-        "rotary_interleaved": (False,),
-        POST_NORM: (False, True) if post_norm else (False,),
-    }
-    for name, values in known.items():
-        actual = getattr(args, name, values[0])
-        if actual not in values:
-            raise UnknownFamily(
-                f"the checkpoint's {name} is {actual!r}; the model families that we know have {' or '.join(map(repr, values))}"
-            )
 
 
 def _need(args: Namespace, name: str) -> Any:

@@ -40,7 +40,7 @@ class Landmarks:
     """In front of BERT's head."""
 
 
-CORE = Landmarks(
+CORE_LANDMARKS = Landmarks(
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "encoder.",
@@ -56,7 +56,7 @@ CORE = Landmarks(
     "embedding.tokentype_embeddings.weight",
     "lm_head.output_layer.bias",
 )
-LEGACY = Landmarks(
+LEGACY_LANDMARKS = Landmarks(
     "language_model.embedding.word_embeddings.weight",
     "language_model.embedding.position_embeddings.weight",
     "language_model.encoder.",

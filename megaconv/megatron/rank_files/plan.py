@@ -11,33 +11,32 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
-from megaconv.megatron.optimizer.plan import Parameter, Piece
+from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.training_output import Carried, carry
+from megaconv.megatron.states.order import ModuleOrder
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
+from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
-from megaconv.options import LOSSES, SaveOptions
+from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
-
-NameOrder = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ModelStyle:
     """How a kind of Megatron model is written."""
 
-    naming: str
-    order: Callable[[str], NameOrder]
+    naming: Naming
+    order: ModuleOrder
     """Sorts names as the model's own state_dict lists them."""
     extra_states: Callable[[Collection[str]], Mapping[str, bool]]
     """The `_extra_state` entries that go with these names -> whether each is an empty tensor (else None)."""
@@ -49,17 +48,15 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     """Raises UsageError for what isn't known. formats: those that the saver can write."""
     if options.ckpt_format not in formats:
         raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
-    for word in options.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(
-                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
-            )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
 
-def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions) -> Layout:
-    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
+def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True) -> Layout:
+    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits.
+
+    Raises LayoutError; uneven: whether the output could have stages of different sizes, so that these are proposed.
+    """
     source = source or Layout(stage_layers=(config.layer_count,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
     if config.encoder.layers:
@@ -73,9 +70,19 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
         vpp = listed // pp  # Megatron counts virtual stages off the list too
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
-    stages = source.stage_layers if keep else split_layers(config.layer_count, pp, vpp, options.split)
+    stages = source.stage_layers if keep else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
     ep, etp = _expert_sizes(config, source, tp, options)
     return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _split(layers: int, pp: int, vpp: int, split: LayerSplit, *, uneven: bool) -> tuple[int, ...]:
+    try:
+        return split_layers(layers, pp, vpp, split)
+    except LayoutError as error:
+        ways = uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
+        if not ways:
+            raise
+        raise LayoutError(f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code) from None
 
 
 def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
@@ -159,26 +166,13 @@ def iteration_of(header: Header, options: SaveOptions) -> int | None:
     return None if options.release or header.training.release else header.training.iteration or 1
 
 
-def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
-    """Raises NotExpressible where the parts are of several."""
-    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
-    if len(dtypes) > 1:
-        raise NotExpressible(
-            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
-        )
-    return dtypes.pop()
-
-
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
-    files: dict[str, FileLayout] = {
-        f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in header.files.items()
-    }
+    files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
     # A mixture that only Megatron knows has no config.json: its args say all there is to say.
     with suppress(NotExpressible):
-        written = family(config.family).write_hf(config)
-        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json(config, written))
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
@@ -232,11 +226,13 @@ class _Planner:
         if writer is None:
             return None
         tied = self.header.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {row.canonical for row in family(self.header.config.family).rows if row.tied_copy and tied}
+        embeddings = {
+            row.canonical for row in family(self.header.config.family).rows if tied and any(row.copied_with("head"))
+        }
         parameters = [
             Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
             for model, natives in models.items()
-            for native in _once(natives)
+            for native in once(natives)
             if writer.trains(native)
         ]
         if not self.options.distributed_optimizer:
@@ -261,8 +257,7 @@ class _Planner:
         config, naming = self.header.config, self.style.naming
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
-        # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.embeds)]
+        kept = [native for native in natives if native.copy is None or native.copy.written]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,11 +298,3 @@ class _Planner:
             placements.setdefault(Key(name, piece.slot), []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
             zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))
-
-
-def _once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
-    """Without second names: a model's parameters list such a tensor where its first name comes."""
-    first: dict[tuple[str, ...], NativeTensor] = {}
-    for native in natives:
-        first.setdefault(tuple(native.parts), native)
-    return list(first.values())

@@ -15,6 +15,7 @@ from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, Usage
 from megaconv.families import family, read_config
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.encoder import refuse_lost_head
+from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
     Landmarks,
@@ -25,7 +26,6 @@ from megaconv.megatron.arguments.sizes import (
     with_stacks,
 )
 from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
-from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.megatron.optimizer.source import (
     Optimizers,
     assemble_slots,
@@ -43,6 +43,7 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import LEGACY, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes, second_names
 from megaconv.model.training import TrainingState
@@ -75,7 +76,7 @@ class Dialect:
     """How a checkpoint spells its model."""
 
     landmarks: Landmarks
-    naming: str
+    naming: Naming
     description: str
     """For people."""
     arrange: Callable[[NativeTensor], NativeTensor] = lambda native: native
@@ -111,7 +112,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     with well_formed(ranks.files[min(ranks.files)]):
         layout = find_layout(ranks, args, names)
         found = find_sizes(ranks, layout, args, names)
-    legacy = dialect.naming == "legacy"
+    legacy = dialect.naming == LEGACY
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts.count:
         with well_formed("the experts' shapes"):
@@ -258,9 +259,9 @@ def _place_chunk(
 ) -> Iterator[Placed]:
     chunks = ranks.weights[rank]
     weights = chunks[chunk.vpp_rank] if chunk.vpp_rank < len(chunks) else {}
-    natives = [native for native in natives if not native.tied_copy or native.name in weights]
+    natives = [native for native in natives if native.copy is None or native.name in weights]
     where = ranks.files[rank] + ("" if layout.vpp == 1 else f" (model{chunk.vpp_rank})")
     same_names([native.name for native in natives], weights, where)
     for native in natives:
-        if not native.idle:
+        if native.copy is None or native.copy.used:
             yield Placed(native, weights[native.name], where)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megatron_lite.placement import flat_shards, places, shards
 
 CONFIG = from_fields(
@@ -30,8 +31,8 @@ CONFIG = from_fields(
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)])
-@pytest.mark.parametrize("naming", ["core", "core_local"])
-def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vpp: int, naming: str) -> None:
+@pytest.mark.parametrize("naming", [CORE, CORE_LOCAL])
+def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vpp: int, naming: Naming) -> None:
     """Each rank's own cut comes from megaconv's regions, not from the places that are tested."""
     layout = Layout(tp, pp, vpp, stage_layers=split_layers(4, pp, vpp, LayerSplit()))
     covered: dict[str, torch.Tensor] = {}
@@ -53,7 +54,7 @@ def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vp
 def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
     layout = Layout(2, 1, stage_layers=(4,))
     (chunk,) = layout.chunks()
-    found = places(CONFIG, layout, 1, chunk, 32, "core_local")
+    found = places(CONFIG, layout, 1, chunk, 32, CORE_LOCAL)
     fc1 = found["decoder.layers.2.mlp.linear_fc1.weight"]
     assert [(run.row, run.rows, run.whole_row) for run in fc1.runs] == [(0, 6, 6), (6, 6, 18)]
     qkv = found["decoder.layers.2.self_attention.linear_qkv.weight"]
@@ -68,7 +69,7 @@ def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.Dat
     layout = Layout(2, 1, stage_layers=(4,))
     (chunk,) = layout.chunks()
     found = places(
-        changed(CONFIG, {"layers.count": 4}), layout, data.draw(st.sampled_from([0, 1])), chunk, 32, "core_local"
+        changed(CONFIG, {"layers.count": 4}), layout, data.draw(st.sampled_from([0, 1])), chunk, 32, CORE_LOCAL
     )
     place = found[data.draw(st.sampled_from(sorted(found)))]
     count = int(np.prod(place.local))

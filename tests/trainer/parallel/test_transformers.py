@@ -10,6 +10,7 @@ from formats.tensor import matrix_shape
 from megaconv.checkpoint import open_checkpoint
 from megaconv.families import families
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import CORE, HF
 from megaconv.model.natives import native_tensors
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine
@@ -74,8 +75,8 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     chunk = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     whole: dict[str, torch.Tensor] = {}
-    for native in native_tensors(rows, config, "hf", Layout(), 0, chunk, VOCAB):
-        if native.tied_copy:
+    for native in native_tensors(rows, config, HF, Layout(), 0, chunk, VOCAB):
+        if native.copy:
             continue
         gradient = theirs[native.name]
         assert gradient is not None
@@ -89,8 +90,8 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
             whole[name] = piece.T if region.transposed else piece
     layout = Layout(tp, 1, 1, stage_layers=(config.layer_count,))
     cut = {}
-    for native in native_tensors(rows, config, "core", layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp):
-        if native.tied_copy:
+    for native in native_tensors(rows, config, CORE, layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp):
+        if native.copy:
             continue
         matrix = torch.zeros(matrix_shape(native.shape))
         for name, regions in native.parts.items():
