@@ -1,6 +1,7 @@
 """How large what a file says may be, before anything of that size is read or made: one table, each with its reason.
 
-Sizes in bytes unless said otherwise. A hostile file of any kind is refused within seconds and 500 MB; numbers that
+Sizes in bytes unless said otherwise. A hostile file of a few megabytes is refused within seconds and
+500 MB, whatever is in it, and a larger pickle takes no more than 60 times its size; numbers that
 describe a model have their table in megaconv/model/ceilings.py.
 """
 
@@ -30,8 +31,15 @@ JSON_VALUES = 1_500_000
 SIDECAR_BYTES = 64 << 20
 """A tokenizer file that travels along, and is held in memory until it is written; the largest published have 35 MB."""
 
-PICKLE_BYTES = 256 << 20
-"""A pickle: tensors lie outside. `.metadata` of a trillion parameters on 4,096 ranks, optimizer included, has some 100 MB."""
+PICKLE_BYTES = 128 << 20
+"""A pickle: tensors lie outside. `.metadata` has some 140 bytes a chunk, so this is a million of them."""
+
+PICKLE_VALUES = 100_000
+"""Containers and objects of a pickle, and as many things that it refers back to, with one more for every PICKLE_VALUE_BYTES of
+it: a container takes up to 250 bytes as a Python object."""
+
+PICKLE_VALUE_BYTES = 4
+"""Of a pickle, for each container in it: checkpoints have from 6.5 on."""
 
 AXES = 64
 """Of a tensor: numpy's limit; torch's models have up to five."""

@@ -73,7 +73,8 @@ def _as_it_is(record: TensorRecord) -> object:
 
 def _check_tree(root: object, limit: int) -> None:
     """Refuse cycles, too many levels, and shared parts that multiply to more than `limit` values when walked."""
-    sizes: dict[int, tuple[int, int]] = {}  # (levels, values) of each container by identity, once those below are known
+    # (levels, values) of each container that holds others, by identity, once those below are known
+    sizes: dict[int, tuple[int, int]] = {}
     path, on_path = [root], set[int]()
     while path:
         node = path[-1]
@@ -81,7 +82,7 @@ def _check_tree(root: object, limit: int) -> None:
             path.pop()
             continue
         parts = _parts(node)
-        inner = [part for part in parts if type(part) in _CONTAINERS]
+        inner = [part for part in parts if type(part) in _CONTAINERS and _holds_containers(part)]
         if id(node) not in on_path:
             on_path.add(id(node))
             if len(on_path) > LIMIT_DEPTH:
@@ -90,7 +91,11 @@ def _check_tree(root: object, limit: int) -> None:
                 raise MalformedError("a container that contains itself")
             path += inner
             continue
-        below = [sizes[id(part)] for part in inner]
+        below = [
+            sizes[id(part)] if id(part) in sizes else (1, len(_parts(part)))
+            for part in parts
+            if type(part) in _CONTAINERS
+        ]
         levels = 1 + max((levels for levels, _ in below), default=0)
         values = len(parts) + sum(values for _, values in below)
         if levels > LIMIT_DEPTH or values > limit:
@@ -100,6 +105,10 @@ def _check_tree(root: object, limit: int) -> None:
 
 
 _CONTAINERS = (dict, list, tuple, Namespace)
+
+
+def _holds_containers(node: object) -> bool:
+    return any(type(part) in _CONTAINERS for part in _parts(node))
 
 
 def _parts(node: object) -> Collection[object]:

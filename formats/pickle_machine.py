@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from mmap import mmap
 from struct import Struct
 
-from formats.ceilings import PICKLE_BYTES
+from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
 from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key
 from formats.pickle_records import Opaque
 
@@ -27,7 +27,7 @@ class Machine:
         self.stack: list[object] = []
         self.below: list[list[object]] = []
         self.memo: dict[int, object] = {}
-        self.copied = 0
+        self.copied = self.made = 0
 
     def take(self, count: int) -> bytes:
         start, self.position = self.position, self.position + count
@@ -46,6 +46,16 @@ class Machine:
         self.position += 1
         return content
 
+    def make(self, count: int = 1) -> None:
+        """Called before a container or an object is made; count: as how many it counts. Raises MalformedError for one too many."""
+        self.made += count
+        if self.made > self.most():
+            raise MalformedError("it has more values than its length allows")
+
+    def most(self) -> int:
+        """Containers that may be there by now, and entries of the memo."""
+        return PICKLE_VALUES + (self.position - self.start) // PICKLE_VALUE_BYTES
+
     def to_mark(self) -> list[object]:
         items, self.stack = self.stack, self.below.pop()
         return items
@@ -54,6 +64,7 @@ class Machine:
         if not isinstance(args, tuple):
             raise MalformedError("a call without a tuple of arguments")
         self.count_copies(args)
+        self.make()
         self.stack.append(call(function, args, self.tensor))
 
     def build(self, target: object, state: object) -> None:

@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
+from threading import Lock
 from typing import Any
 
 from formats import run_lock, signals
@@ -58,6 +59,7 @@ class StagedFile:
 
     def __init__(self, path: Path, size: int, *, keep: bool) -> None:
         self.path = path
+        self._writing = Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if keep else os.O_TRUNC)
@@ -88,9 +90,11 @@ class StagedFile:
         view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
         start, length = offset, len(view)
         try:
-            while view:
-                count = os.pwrite(self._descriptor, view, offset)
-                view, offset = view[count:], offset + count
+            # The kernel lets one thread at a time write a file and has others spin; here they sleep, and free a processor.
+            with self._writing:
+                while view:
+                    count = os.pwrite(self._descriptor, view, offset)
+                    view, offset = view[count:], offset + count
         except OSError as error:
             raise _explain(error, self.path) from error
         if _sync_file_range is not None and length >= 1 << 16:
@@ -162,7 +166,7 @@ class Staging:
                 f"{self.target}: can't be put back after an interrupted run: {error.strerror}"
             ) from error
         except BlockingIOError:
-            raise TargetExists(f"{self.target}: another run is writing it just now") from None
+            raise TargetExists(f"{self.target}: another run is writing it just now", code="target-busy") from None
         except OSError as error:
             raise _explain(error, self.root) from error
 

@@ -137,7 +137,8 @@ class InputFile:
                 count = os.preadv(descriptor, [view], offset)
                 if not count:
                     raise CorruptCheckpoint(
-                        f"{self.path}: ends at byte {offset}, before its last tensor; was it changed while it was read?"
+                        f"{self.path}: ends at byte {offset}, before its last tensor; was it changed while it was read?",
+                        code="truncated-file",
                     )
                 view, offset = view[count:], offset + count
         except OSError as error:
@@ -147,7 +148,8 @@ class InputFile:
         """count bytes from offset on. Raises CorruptCheckpoint when the file is shorter."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise CorruptCheckpoint(
-                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}"
+                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
+                code="truncated-file",
             )
         out = np.empty(count, np.uint8)
         self.read_into(offset, out)
@@ -182,7 +184,8 @@ class FileTensor:
         ):
             raise CorruptCheckpoint(
                 f"{self.file.path}: a tensor {list(self.shape)} of {self.dtype} at byte {self.offset} "
-                f"reaches past the end of the file ({self.file.size} bytes); is the file complete?"
+                f"reaches past the end of the file ({self.file.size} bytes); is the file complete?",
+                code="truncated-file",
             )
 
     def read_into(self, box: Box, out: Bytes) -> None:
@@ -243,11 +246,42 @@ class StridedTensor:
             out[row] = line[box.col0 : box.col1].reshape(-1)
 
 
+@dataclass(frozen=True)
+class ReshapedTensor:
+    """Another tensor's elements, in their row-major order, under another shape."""
+
+    source: LazyTensor
+    shape: Shape
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        cols, stored_cols = matrix_shape(self.shape)[1], matrix_shape(self.source.shape)[1]
+        if cols == stored_cols:
+            self.source.read_into(box, out)
+            return
+        for index in range(box.rows):
+            first = (box.row0 + index) * cols + box.col0
+            self._read_run(first, first + box.cols, stored_cols, out[index])
+
+    def _read_run(self, first: int, last: int, stored_cols: int, out: Bytes) -> None:
+        """Elements first to last: the rest of a stored row, whole rows, the beginning of one more."""
+        itemsize, start = ITEMSIZE[self.dtype], first
+        while start < last:
+            row, col = divmod(start, stored_cols)
+            rows = max(1, (last - start) // stored_cols) if col == 0 else 1
+            cols = min(stored_cols - col, last - start)
+            stop = start + rows * cols
+            part = out[(start - first) * itemsize : (stop - first) * itemsize]
+            self.source.read_into(Box(row, row + rows, col, col + cols), part.reshape(rows, cols * itemsize))
+            start = stop
+
+
 def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
-    """The same memory under another shape. Raises CorruptCheckpoint for a tensor that isn't contiguous."""
-    if not isinstance(tensor, FileTensor):
-        raise CorruptCheckpoint(f"a tensor {list(tensor.shape)} is not contiguous; save it with .contiguous()")
-    return replace(tensor, shape=shape)
+    """A tensor of as many elements, in the same row-major order."""
+    return replace(tensor, shape=shape) if isinstance(tensor, FileTensor) else ReshapedTensor(tensor, shape)
 
 
 def read_tensor(tensor: LazyTensor) -> Bytes:

@@ -18,15 +18,16 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.check import listing
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.model.naming import HF, META_ROWS, Naming
 from megaconv.model.table import Row, expressible
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config"
 
-_TITAN = "meta+rows"
+_TITAN = META_ROWS
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 _NOT_MODEL = re.compile(r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\.")
 
@@ -44,7 +45,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     directory = options.config or path
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
-            f"{path}: a distributed checkpoint doesn't say what model it is; give --config with its Hugging Face directory"
+            f"{path}: a distributed checkpoint doesn't say what model it is; give --config with its Hugging Face directory",
+            code="config-needed",
         )
     family, config = read_config(directory / CONFIG_NAME)
     if options.true_vocab_size not in (None, config.vocab):
@@ -65,9 +67,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     return OpenedSource(header, tensors)
 
 
-def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -> tuple[str, str]:
+def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -> tuple[Naming, str]:
     """(naming, prefix before every name), by where the embedding is. Raises TensorMismatch where there is none."""
-    namings = ["hf", *([_TITAN] if expressible(family.rows, "meta", family.features) else [])]
+    namings = [HF, *([_TITAN] if expressible(family.rows, _TITAN, family.features) else [])]
     wanted = {naming: _embedding(family.rows, naming) for naming in namings}
     for naming, embedding in wanted.items():
         prefixes = [
@@ -76,10 +78,11 @@ def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -
         if prefixes:
             return naming, min(prefixes, key=len)
     raise TensorMismatch(
-        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}"
+        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}",
+        code="missing-tensor",
     )
 
 
-def _embedding(rows: tuple[Row, ...], naming: str) -> str:
-    spelling = next(row for row in rows if row.stage == "first").spelling(naming)
-    return spelling if isinstance(spelling, str) else getattr(spelling, "name", "")
+def _embedding(rows: tuple[Row, ...], naming: Naming) -> str:
+    (spelling,) = next(row for row in rows if row.stage == "first").spelling(naming)
+    return spelling.name

@@ -11,7 +11,6 @@ Source: fix_query_key_value_ordering in megatron/training/checkpointing.py of Me
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Box
 from megaconv.errors import UnknownFamily
-from megaconv.megatron.arguments.sizes import LEGACY
+from megaconv.megatron.arguments.sizes import LEGACY_LANDMARKS
 from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
 from megaconv.megatron.states.ranks import Ranks, holds_legacy
 from megaconv.model.ir import OpenedSource
+from megaconv.model.naming import LEGACY
 from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import LoadOptions
 
@@ -43,7 +43,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     _require_known(source.ranks)
     version = _version(source.state, source.args, source.ranks.files[min(source.ranks.files)])
     described = f"legacy, torch format, checkpoint version {version}"
-    return open_model(source, options, Dialect(LEGACY, "legacy", described, lambda native: _arrange(native, version)))
+    dialect = Dialect(LEGACY_LANDMARKS, LEGACY, described, lambda native: _arrange(native, version))
+    return open_model(source, options, dialect)
 
 
 def _require_known(ranks: Ranks) -> None:
@@ -76,13 +77,11 @@ def _arrange(native: NativeTensor, version: int) -> NativeTensor:
     boxes = {name: _bounds(regions) for name, regions in native.parts.items()}
     if len({box.rows for box in boxes.values()}) > 1:
         raise CorruptCheckpoint(f"{native.name}: checkpoint version {version} has no grouped queries, this model has")
-    return replace(
-        native,
-        parts={
-            name: (Region(box, place, row_step=len(boxes)) if version else Region(box, place * box.rows),)
-            for place, (name, box) in enumerate(boxes.items())
-        },
-    )
+    parts = {
+        name: (Region(box, place, row_step=len(boxes)) if version else Region(box, place * box.rows),)
+        for place, (name, box) in enumerate(boxes.items())
+    }
+    return native._replace(parts=parts)
 
 
 def _bounds(regions: tuple[Region, ...]) -> Box:

@@ -1,5 +1,6 @@
 """What a user can ask of a loader or a saver, the same from the command line and from Python."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ class LoadOptions:
     """What quantized weights become (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """What the loader alone knows, by the keys that its OPTIONS lists."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,18 @@ class SaveOptions:
     files: int | None = None
     """Files that the tensors of a distributed checkpoint are shared out over; None: as many as threads move them."""
     allow_lossy: tuple[str, ...] = ()
-    """Features that may be left out, or made like others, where the target has no words for them: any of LOSSES."""
+    """What may be left out, or made like something else, where the target can't express it: any of LOSSES."""
     base: Path | None = None
     """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """What the saver alone knows, by the keys that its OPTIONS lists."""
 
 
-LOSSES = ("rope_scaling", "activation")
-"""`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu."""
+LOSSES = ("rope_scaling", "activation", "overflow")
+"""`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu.
+`overflow`: values beyond the range of the dtype asked for become infinite."""
 
 CHECKPOINT_TYPES = ("hf", "meta", "mistral")
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from megaconv.families import family
 from megaconv.model.layout import Chunk
+from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, native_tensors
 from megatron_lite.grid import Grid
 from megatron_lite.model import Plan
@@ -24,7 +25,7 @@ class ParameterInfo:
     """The gradient of such a copy is only this rank's share: the sum over the tensor ranks is the whole."""
     tied: bool
     """An embedding of which the other end of the pipeline has a copy: its gradient is the sum of both."""
-    tied_copy: bool
+    is_copy: bool
     """The second one of those."""
 
     @property
@@ -41,10 +42,10 @@ def parameter_infos(plan: Plan, grid: Grid, index: int, chunk: Chunk) -> Iterato
     """All parameters of a chunk, in the order of the family's table; index: of the chunk on this rank."""
     config = plan.config
     natives = native_tensors(
-        family(config.family).rows, config, "core", grid.layout, grid.tp_rank, chunk, plan.vocab_rows
+        family(config.family).rows, config, CORE, grid.layout, grid.tp_rank, chunk, plan.vocab_rows
     )
     for native in natives:
-        if native.tied_copy and chunk.is_first:
+        if native.copy is not None and not native.copy.written:
             continue
         of_heads = native.name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
         is_embedding = native.name == "embedding.word_embeddings.weight"
@@ -53,8 +54,8 @@ def parameter_infos(plan: Plan, grid: Grid, index: int, chunk: Chunk) -> Iterato
             native,
             replicated=native.replicated,
             partial=native.replicated and grid.layout.tp > 1 and (plan.ranks.sequence or of_heads),
-            tied=config.tie_embeddings and grid.layout.pp > 1 and (is_embedding or native.tied_copy),
-            tied_copy=native.tied_copy,
+            tied=config.tie_embeddings and grid.layout.pp > 1 and (is_embedding or native.copy is not None),
+            is_copy=native.copy is not None,
         )
 
 

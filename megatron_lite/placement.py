@@ -14,7 +14,9 @@ from torch import Tensor
 from formats.tensor import Shape, matrix_shape
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import CORE, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
@@ -44,7 +46,8 @@ class Place:
     runs: tuple[Run, ...]
     replicated: bool
     """Every tensor rank holds it."""
-    tied_copy: bool
+    is_copy: bool
+    """It is a second copy."""
     native: NativeTensor
 
     @property
@@ -64,21 +67,29 @@ class Shard:
 
 
 def places(
-    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: str
+    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: Naming
 ) -> dict[str, Place]:
     """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
-    padded = replace(config, vocab=vocab_rows)  # padding rows are placed like any others
+    padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows, single = family(config.family).rows, replace(layout, tp=1, etp=1)
     named, keyed, whole = (
         list(native_tensors(rows, padded, spelled, over, rank, chunk, vocab_rows))
-        for spelled, over, rank in ((naming, layout, tp_rank), ("core", layout, tp_rank), ("core", single, 0))
+        for spelled, over, rank in ((naming, layout, tp_rank), (CORE, layout, tp_rank), (CORE, single, 0))
     )
     found = {}
     for native, other, entire in zip(named, keyed, whole, strict=True):
         key, layer = _key(other.name, chunk)
         runs = tuple(_runs(native, entire))
         found[native.name] = Place(
-            key, layer, native.shape, entire.shape, config.layers, runs, native.replicated, native.tied_copy, native
+            key,
+            layer,
+            native.shape,
+            entire.shape,
+            config.layer_count,
+            runs,
+            native.replicated,
+            native.copy is not None,
+            native,
         )
     return found
 

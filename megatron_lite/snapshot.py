@@ -14,14 +14,15 @@ from torch import Tensor
 
 from formats import rank_files
 from megaconv.families import family
-from megaconv.megatron.states.names import extra_states, module_order
+from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.layout import Chunk, padded_vocab
+from megaconv.model.naming import CORE, core_naming
 from megaconv.model.natives import native_tensors
 from megatron_lite.dist_files import empty_object
 from megatron_lite.engine import Engine
 from megatron_lite.placement import Place, Shard, flat_shards, places, shards
 
-NAMING = "core"
+NAMING = CORE
 """Of the engine's parameters."""
 
 SHARDING = {
@@ -117,12 +118,12 @@ def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str
 
 
 def _is_ours(place: Place, tp_rank: int) -> bool:
-    return not place.tied_copy and (not place.replicated or tp_rank == 0)
+    return not place.is_copy and (not place.replicated or tp_rank == 0)
 
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
-    layers, content = engine.config.layers, empty_object()
+    layers, content = engine.config.layer_count, empty_object()
     modules = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
     if impl == "transformer_engine":
         modules.append("self_attention.core_attention")
@@ -140,7 +141,8 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     models: list[dict[str, Tensor]] = [{} for _ in renamed]
     for chunk, name, tensor in engine.parameters():
         models[chunk][renamed[chunk][name]] = tensor.detach()
-    ordered = [OrderedDict(sorted(model.items(), key=lambda entry: module_order(entry[0]))) for model in models]
+    order = core_order(family(engine.config.family).rows, core_naming(impl))
+    ordered = [OrderedDict(sorted(model.items(), key=lambda entry: order(entry[0]))) for model in models]
     state = dict(common)
     if with_optimizer and engine.optimizer is not None:
         slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
@@ -151,7 +153,7 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
         key = "model" if len(ordered) == 1 else f"model{chunk}"
-        state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: module_order(entry[0])))
+        state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: order(entry[0])))
     directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, 0, grid.layout.pp, 1)
     return Snapshot(common["iteration"], common, rank_file=(f"{directory}/{rank_files.MODEL_FILE}", state))
 
@@ -162,7 +164,7 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
     ours, theirs = (
         native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows)
-        for naming in (NAMING, {"transformer_engine": "core", "local": "core_local"}[impl])
+        for naming in (NAMING, core_naming(impl))
     )
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
 

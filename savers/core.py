@@ -5,11 +5,14 @@ from dataclasses import replace
 
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
-from megaconv.megatron.arguments.write import has_yarn
+from megaconv.families import family
+from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
-from megaconv.megatron.states.names import extra_states, module_order
+from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header
+from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
 from megaconv.options import SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
@@ -18,24 +21,29 @@ _log = logging.getLogger("megaconv")
 
 HOLDS_OPTIMIZER = True
 DISTRIBUTED = ("torch_dist", "zarr")
-NAMINGS = {"transformer_engine": "core", "local": "core_local"}
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     _check(options)
-    if header.config.head_activation and "activation" in options.allow_lossy:
-        header = replace(header, config=replace(header.config, head_activation="gelu"))
+    if header.config.head.activation and "activation" in options.allow_lossy:
+        header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
 
         planned = plan_dist(header, options, layout)
     else:
-        naming = NAMINGS[options.transformer_impl] + ("+grouped" if options.grouped_experts else "")
-        style = ModelStyle(naming, module_order, extra_states)
+        naming = core_naming(options.transformer_impl, "grouped" if options.grouped_experts else "")
+        style = ModelStyle(naming, core_order(family(header.config.family).rows, naming), extra_states)
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
+    if layout.tp > header.config.attention.kv_heads:
+        _log.warning(
+            "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core knows from 0.16 on",
+            header.config.attention.kv_heads,
+            layout.tp,
+        )
     if header.config.embedding_scale is not None:
         _log.warning(
             "the embedding is scaled by %.6g: Megatron core's GPTModel doesn't do that; build the model as Megatron-Bridge and NeMo do",
@@ -45,9 +53,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
 
 def _check(options: SaveOptions) -> None:
-    if options.transformer_impl not in NAMINGS:
+    if options.transformer_impl not in TRANSFORMER_IMPLS:
         raise UsageError(
-            f"transformer_impl {options.transformer_impl!r} is not known; choose one of {', '.join(NAMINGS)}"
+            f"transformer_impl {options.transformer_impl!r} is not known; choose one of {', '.join(TRANSFORMER_IMPLS)}"
         )
     if options.grouped_experts and options.transformer_impl != "transformer_engine":
         raise UsageError("grouped experts are a layer of Transformer Engine; leave --transformer-impl local out")
@@ -56,7 +64,7 @@ def _check(options: SaveOptions) -> None:
 
 def _warn_of_scaling(config: ModelConfig) -> None:
     """Megatron-LM's own training script hands neither of these on to the model; ours and the checkpoint are right."""
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.scaling or {}
     if scaling.get("rope_type") == "llama3" and scaling["factor"] != 8:
         _log.warning(
             "rope is scaled by %s: Megatron-LM's scripts up to core 0.18 use 8 whatever the checkpoint says",

@@ -4,11 +4,13 @@ import logging
 
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import LayoutError, NotExpressible
+from megaconv.families import family
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.legacy_names import legacy_extra_states, legacy_order, nest
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
+from megaconv.model.naming import LEGACY
 from megaconv.options import SaveOptions
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint version 3, at any even layout"
@@ -17,25 +19,25 @@ HOLDS_OPTIMIZER = True
 
 _log = logging.getLogger("megaconv")
 
-STYLE = ModelStyle("legacy", legacy_order, legacy_extra_states, nest, legacy=True)
-
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what these models don't have."""
     check_options(options)
     _require_expressible(header.config)
-    layout = choose_layout(header.config, header.layout, options)
+    layout = choose_layout(header.config, header.layout, options, uneven=False)
     _require_even(layout)
-    planned = plan_ranks(header, options, layout, STYLE, transformer_impl="local")
+    order = legacy_order(family(header.config.family).rows)
+    style = ModelStyle(LEGACY, order, legacy_extra_states, nest, legacy=True)
+    planned = plan_ranks(header, options, layout, style, transformer_impl="local")
     _warn_of_rope(header.config)
     return planned
 
 
 def _require_expressible(config: ModelConfig) -> None:
     lacking = {
-        "norms on q and k": config.qk_norm,
-        "a sliding window": config.sliding_window,
-        "experts, which we write for Megatron core only": config.experts,
+        "norms on q and k": config.attention.qk_norm,
+        "a sliding window": config.window,
+        "experts, which we write for Megatron core only": config.experts.count,
     }
     for what, has in lacking.items():
         if has:
@@ -54,9 +56,9 @@ def _require_even(layout: Layout) -> None:
 
 def _warn_of_rope(config: ModelConfig) -> None:
     """Their rotary embedding is made from rotary_percent and a linear scaling alone; the checkpoint is right."""
-    if config.positions == "rope" and config.rope_theta != 10000:
+    if config.positions.kind == "rope" and config.positions.theta != 10000:
         _log.warning(
-            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.rope_theta
+            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.positions.theta
         )
-    if (config.rope_scaling or {}).get("rope_type") == "llama3":
+    if (config.positions.scaling or {}).get("rope_type") == "llama3":
         _log.warning("rope is scaled: Megatron's legacy models ignore that")

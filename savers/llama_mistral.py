@@ -12,13 +12,14 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Placeholder
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import META, META_ROWS
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
 
@@ -32,9 +33,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _check(kind, options)
     files: dict[str, FileLayout] = {**copies(header.files)}
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
-    naming = "meta" if kind == "meta" and not is_llama3(config) else "meta+rows"
+    naming = META if kind == "meta" and not is_llama3(config) else META_ROWS
     layout = Layout(tp=options.tp or 1)
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     placements: dict[Key, list[Placement]] = {}
     for rank in range(layout.tp):
         rows = family(config.family).rows
@@ -42,7 +43,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         file, weights = _file(header, kind, rank, natives)
         files[file] = weights
         for native in natives:
-            row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[_dtype(header, native)]
+            row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[native_dtype(header, native)]
             for name, regions in native.parts.items():
                 placements.setdefault(Key(name), []).append(Placement(file, native.name, row_bytes, regions))
     return OutputPlan(files, placements)
@@ -63,13 +64,9 @@ def _check(kind: str, options: SaveOptions) -> None:
 def _file(header: Header, kind: str, rank: int, natives: list[NativeTensor]) -> tuple[str, FileLayout]:
     """The name and the layout of one weight file."""
     if kind == "mistral":
-        tensors = {native.name: (native.shape, _dtype(header, native)) for native in natives}
+        tensors = {native.name: (native.shape, native_dtype(header, native)) for native in natives}
         return "consolidated.safetensors", SafetensorsLayout(tensors)
     state: dict[str, object] = {
-        native.name: Placeholder(native.name, native.shape, _dtype(header, native)) for native in natives
+        native.name: Placeholder(native.name, native.shape, native_dtype(header, native)) for native in natives
     }
     return f"consolidated.{rank:02d}.pth", torch_zip.plan(state, f"consolidated.{rank:02d}")
-
-
-def _dtype(header: Header, native: NativeTensor) -> str:
-    return header.manifest[Key(next(iter(native.parts)))].dtype

@@ -12,6 +12,7 @@ from megaconv.checkpoint import Checkpoint
 from megaconv.families import families
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.training import EXP_AVG, EXP_AVG_SQ, MASTER
 
@@ -38,11 +39,11 @@ def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
     """Whether a checkpoint has every tensor of a file with Hugging Face names, bit for bit, and no other."""
     expected = safetensors.read(expected_file)
     config = checkpoint.config
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
     seen = set()
-    for native in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab):
-        if native.tied_copy:
+    for native in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab):
+        if native.copy:
             continue
         wanted = expected[native.name]
         assert {checkpoint.tensors[name].dtype for name in native.parts} == {wanted.dtype}
@@ -59,9 +60,9 @@ EXPECTED_SLOTS = {"fp32_param": MASTER, "fp32": MASTER, EXP_AVG: EXP_AVG, EXP_AV
 def assert_holds_optimizer(checkpoint: Checkpoint, expected_file: Path) -> None:
     """Whether a checkpoint has every optimizer tensor of such a file, bit for bit; an fp32 weight is its own master."""
     config = checkpoint.config
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
-    natives = [n for n in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab) if not n.tied_copy]
+    natives = [n for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab) if n.copy is None]
     expected = safetensors.read(expected_file)
     words = {name.partition(".")[0] for name in expected} & set(EXPECTED_SLOTS)
     for native in natives:

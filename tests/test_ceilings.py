@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -20,6 +19,7 @@ from megaconv.families import families, read_config
 from megaconv.megatron.arguments.read import read_layout
 from megaconv.model.ceilings import ALL_EXPERTS, EXPERTS, LAYERS, RANKS, require_countable
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, parse_pattern, split_layers
 from tests.config_models import raw_config, read
 from tests.conftest import FIXTURES
@@ -36,8 +36,8 @@ resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
 """Half a gigabyte and ten seconds of a processor."""
 
 
-def decoder(**sizes: int) -> ModelConfig:
-    return replace(read(raw_config("llama")), **sizes)
+def decoder(sizes: dict[str, int]) -> ModelConfig:
+    return changed(read(raw_config("llama")), sizes)
 
 
 def limited(*arguments: object) -> Outcome:
@@ -111,15 +111,15 @@ def test_words_that_count_layers_are_found_at_every_depth() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"layers": LAYERS + 1},
-        {"experts": EXPERTS + 1, "experts_per_token": 1, "moe_ffn": 1},
-        {"layers": 1000, "experts": ALL_EXPERTS // 1000 + 1, "experts_per_token": 1, "moe_ffn": 1},
+        {"layers.count": LAYERS + 1},
+        {"experts.count": EXPERTS + 1, "experts.per_token": 1, "experts.ffn": 1},
+        {"layers.count": 1000, "experts.count": ALL_EXPERTS // 1000 + 1, "experts.per_token": 1, "experts.ffn": 1},
         {"hidden": 1 << 25}, {"vocab": 1 << 29}, {"mtp_layers": LAYERS + 1}, {"max_positions": 1 << 41},
     ],
 )  # fmt: skip
 def test_a_model_above_a_ceiling_can_not_be(sizes: dict[str, int]) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"at most|in all"):
-        decoder(**sizes)
+        decoder(sizes)
 
 
 def test_more_experts_than_a_file_can_hold_are_refused_before_they_are_named(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_a_layout_of_any_number_of_ranks_is_not_counted_out() -> None:
     args = Namespace(
         pipeline_model_parallel_size=10**12, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=1
     )
-    assert read_layout(args, decoder(layers=2)).pp == 1
-    assert read_layout(Namespace(tensor_model_parallel_size=RANKS + 1), decoder(layers=2)).tp == 1
+    assert read_layout(args, decoder({"layers.count": 2})).pp == 1
+    assert read_layout(Namespace(tensor_model_parallel_size=RANKS + 1), decoder({"layers.count": 2})).tp == 1
 
 
 FIXTURE_NAMES = (

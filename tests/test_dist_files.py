@@ -8,10 +8,12 @@ import pytest
 import megaconv
 from formats import safetensors, torch_dist
 from formats.chunked import ChunkedTensor
-from formats.tensor import FileTensor, read_tensor
+from formats.tensor import Box, FileTensor, read_tensor
 from megaconv.families import families
+from megaconv.megatron.distributed.chunks import cut
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.natives import native_tensors
+from megaconv.model.naming import HF
+from megaconv.model.natives import NativeTensor, Region, native_tensors
 from tests.conftest import FIXTURES
 from tests.put_together import elements, put_together
 from tests.runs import run
@@ -52,9 +54,9 @@ def hf_name(key: str) -> str:
 def assert_holds_weights(path: Path, expected: dict[str, FileTensor]) -> None:
     checkpoint = megaconv.open(path)
     config = checkpoint.config
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
-    natives = [n for n in native_tensors(rows, config, "hf", Layout(), 0, whole, config.vocab) if not n.tied_copy]
+    natives = [n for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab) if n.copy is None]
     assert {native.name for native in natives} == set(expected)
     for native in natives:
         wanted = expected[native.name]
@@ -108,3 +110,13 @@ def test_from_format_to_format_the_model_stays_the_same(name: str, sizes: dict[s
         assert megaconv.fingerprint(after).weights == fingerprint
         before = after
     assert megaconv.open(before).layout == megaconv.open(tmp_path / "1-torch_dist").layout
+
+
+def test_a_tensor_with_an_inner_axis_keeps_it_in_its_chunks() -> None:
+    """A convolution [channels, 1, kernel], as the two ranks read it that have half of the channels each."""
+    conv = NativeTensor("conv", {"conv": (Region(Box(0, 6, 0, 3), 0),)}, (6, 1, 3), tp=0)
+    found = [(chunk.offset, chunk.shape, chunk.parts) for chunk in cut(conv, "conv", (4,), "float32", 2)]
+    assert found == [
+        ((4, 0, 0, 0), (1, 3, 1, 3), {"conv": (Region(Box(0, 3, 0, 3), 0),)}),
+        ((4, 3, 0, 0), (1, 3, 1, 3), {"conv": (Region(Box(3, 6, 0, 3), 0),)}),
+    ]

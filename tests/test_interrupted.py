@@ -110,7 +110,7 @@ def test_an_interruption_is_told_as_such(
 ) -> None:
     """A signal may come while Condition.wait() takes its lock back: then leaving the lock fails."""
 
-    def interrupted() -> None:
+    def interrupted(**_: object) -> None:
         try:
             raise Interrupted
         finally:

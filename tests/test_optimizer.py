@@ -126,6 +126,13 @@ def sgd_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trained_llama(tmp_path_factory.mktemp("trained") / "sgd", kind="sgd")
 
 
+@pytest.fixture(scope="module")
+def few_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two key/value heads, and biases on q, k and v."""
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    return write_trained_llama(tmp_path_factory.mktemp("trained") / "few", tied=False, kv_heads=2, extra_config=qwen2)
+
+
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist", "zarr"])
 def test_momentum_of_sgd_arrives_bit_for_bit(sgd_trained: Path, ckpt_format: str, tmp_path: Path) -> None:
     megaconv.convert(sgd_trained, tmp_path / "out", saver="core", tp=2, pp=2, ckpt_format=ckpt_format)
@@ -165,6 +172,23 @@ def test_the_optimizer_survives_any_two_layouts_and_forms(
     expected = prints(tied)
     assert expected[1] is not None
     assert prints(directory / "a") == prints(directory / "b") == expected
+
+
+FORMS: list[dict[str, Any]] = [
+    {"distributed_optimizer": False},
+    {"distributed_optimizer": True},
+    {"ckpt_format": "torch_dist"},
+    {"ckpt_format": "zarr"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_optimizer_of_ranks_that_share_key_value_heads_survives(
+    form: dict[str, Any], few_heads: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(few_heads, tmp_path / "many", saver="core", tp=4, pp=2, **form)
+    megaconv.convert(tmp_path / "many", tmp_path / "back", saver="core", tp=2)
+    assert prints(tmp_path / "many") == prints(tmp_path / "back") == prints(few_heads)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -291,7 +315,7 @@ SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tra
 
 @pytest.mark.oracle
 def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
-    tied: Path, sgd_trained: Path, tmp_path: Path
+    tied: Path, sgd_trained: Path, few_heads: Path, tmp_path: Path
 ) -> None:
     """What megatron-core loads, steps and saves, bit for bit the same at two layouts, is what AdamW makes of the source."""
     cases: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -306,6 +330,9 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "torch_dist, experts": (source_of(MIXTURE), {"tp": 2, "ep": 2, "ckpt_format": "torch_dist"}),
         "tied": (tied, {"tp": 1, "pp": 2, "vpp": 2}),
         "sgd": (sgd_trained, {"tp": 2, "pp": 2}),
+        "shared heads": (few_heads, {"tp": 4}),
+        "shared heads, distributed": (few_heads, {"tp": 4, "distributed_optimizer": True}),
+        "shared heads, torch_dist": (few_heads, {"tp": 4, "ckpt_format": "torch_dist"}),
         "tied, distributed": (tied, {"tp": 2, "pp": 2, "distributed_optimizer": True}),
     }
     for name, (source, options) in cases.items():

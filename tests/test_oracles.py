@@ -138,6 +138,8 @@ DISTRIBUTED = [
     ("gpt_oss", "tp2 pp1 ep2"),
     ("deepseek_v3", "tp1 pp2 ep2"),
     ("gemma", "tp2 pp2"),
+    ("qwen2, fewer kv heads than ranks", "tp4 pp1, release"),
+    ("qwen3, fewer kv heads than ranks", "tp4 pp1, release"),
 ]
 
 

@@ -24,7 +24,7 @@ from megaconv.engine.cast import CastTensor
 from megaconv.engine.conversion import ConvertOptions, fingerprint
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
-from megaconv.model.config import config_differences
+from megaconv.model.fields import config_differences
 from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
@@ -511,7 +511,7 @@ def test_a_cast_of_any_bits_in_any_rectangle_is_what_torch_does(source: str, tar
     dtype = getattr(torch, source)
     content = data.draw(st.binary(min_size=rows * cols * dtype.itemsize, max_size=rows * cols * dtype.itemsize))
     values = torch.frombuffer(bytearray(content), dtype=dtype).reshape(rows, cols)
-    cast = CastTensor(as_lazy(values), target)
+    cast = CastTensor(as_lazy(values), target, "x", overflow=True)
     expected = values.to(getattr(torch, target))
     found = torch.from_numpy(read_tensor(cast)).view(getattr(torch, target))
     assert torch.equal(found.isnan(), expected.isnan())

@@ -63,7 +63,7 @@ def test_every_weight_is_read_bit_for_bit(name: str, caplog: pytest.LogCaptureFi
     checkpoint = open_checkpoint(source(name))
     assert checkpoint.layout == LAYOUTS[name]
     assert_holds(checkpoint, FIXTURES / name / "expected.safetensors")
-    assert caplog.text == ""  # what is idle holds other values, and they mean nothing
+    assert caplog.text == ""  # unused copies hold other values, and they mean nothing
 
 
 def test_the_weights_compute_what_megatron_computed() -> None:
@@ -72,7 +72,7 @@ def test_the_weights_compute_what_megatron_computed() -> None:
     assert_close(answer, expected["logits"][..., :100])
 
 
-IDLE = {
+UNUSED = {
     f"{SMALL}/000": {"lm_head.output_layer.bias", "output_layer.bias"},
     f"{DEEP}/000": {"decoder_relative_pos_emb.relative_attention_bias.weight"},
     f"{DEEP}/001": {
@@ -91,13 +91,13 @@ def test_the_same_model_at_the_same_layout_becomes_the_same_files(name: str, tmp
     assert list(ours) == list(theirs)
     for file, state in theirs.items():
         tp_rank, pp_rank = Path(file).parent.name.split("_")[2:]
-        idle = IDLE.get(f"{name}/{pp_rank}", set())
+        unused = UNUSED.get(f"{name}/{pp_rank}", set())
         found, wanted = ours[file]["model"], state["model"]
         assert list(found) == list(wanted)
-        for tensor in idle:
+        for tensor in unused:
             assert (found[tensor].shape, found[tensor].dtype) == (wanted[tensor].shape, wanted[tensor].dtype)
             assert not np.array_equal(read_tensor(found[tensor]), read_tensor(wanted[tensor]))
-        used = [{key: value for key, value in model.items() if key not in idle} for model in (found, wanted)]
+        used = [{key: value for key, value in model.items() if key not in unused} for model in (found, wanted)]
         assert_same_model(*used, 100, int(tp_rank))
         for argument in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "num_layers",
                          "encoder_pipeline_model_parallel_size", "encoder_tensor_model_parallel_size"):  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_decoder_of_another_depth_is_read_and_is_for_legacy_models(tmp_path: P
     edit(out, "mp_rank_00_001", deepen)
     edit(out, "mp_rank_00_000", lambda state: setattr(state["args"], "decoder_num_layers", 2))
     config = open_checkpoint(out).config
-    assert (config.encoder_layers, config.layers) == (1, 2)
+    assert (config.encoder.layers, config.layer_count) == (1, 2)
     assert "--saver legacy" in refused(out, tmp_path / "core", "core")
     legacy = convert(out, tmp_path / "legacy", "legacy", pp=3, split_rank=1)
     assert weights(legacy) == weights(out)
@@ -355,7 +355,7 @@ def test_an_encoder_with_fewer_tensor_ranks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_distributed_checkpoint_without_the_trained_head_is_refused(tmp_path: Path) -> None:
-    """In core 0.12.3 the encoder's idle head has replica 0 of lm_head.output_layer.bias, the decoder's is a copy."""
+    """In core 0.12.3 the encoder's unused head has replica 0 of lm_head.output_layer.bias, the decoder's is a copy."""
     out = convert(source(SMALL), tmp_path / "out", pp=1, ckpt_format="torch_dist")
     (common,) = out.glob("*/common.pt")
     state = read_rank_file(common)

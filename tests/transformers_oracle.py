@@ -70,6 +70,7 @@ class Variant:
 
 
 FEW = ("tp2 pp2, layers 1+3", "tp4 pp1, release")
+MANY_RANKS = ("tp4 pp1, release", "tp2 pp2")
 ONE_WITH_EXPERTS = ("tp2 pp1 ep2",)
 
 
@@ -115,12 +116,16 @@ VARIANTS = {
     "mistral, no window, head_dim of its own": Variant("mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": Variant("qwen2"),
     "qwen2, tied": Variant("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, fewer kv heads than ranks": Variant("qwen2", {"num_key_value_heads": 2}, layouts=MANY_RANKS),
     "qwen2, window on the last layer": Variant(
         "qwen2",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": LAYERS - 1},
         {"no window": windows(LAYERS), "on two layers": windows(LAYERS - 2)},
     ),
     "qwen3": Variant("qwen3", {"head_dim": 12}),
+    "qwen3, fewer kv heads than ranks": Variant(
+        "qwen3", {"num_key_value_heads": 2, "head_dim": 12}, layouts=MANY_RANKS
+    ),
     "qwen3, tied": Variant("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "phi3": Variant(
         "phi3",

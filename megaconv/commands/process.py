@@ -10,48 +10,30 @@ from types import FrameType
 from typing import Any
 
 from formats.signals import ENDING
-from megaconv.errors import CheckpointError, Interrupted, is_interruption
+from megaconv.commands.endings import errors_told, say
+from megaconv.errors import Interrupted
 
 _AGAIN_SECONDS = 0.01
 
 
-def run(command: Callable[[], None]) -> None:
+def run(command: Callable[[], Any]) -> None:
     """Turns errors into one line and an exit status, and ends with it."""
     hook = sys.unraisablehook
+    status: Any = None
     try:
-        try:
-            _prepare()
-            command()
-            status: Any = 0
-        finally:
-            ignore_signals()  # what is left to do is to say how it ended
+        with errors_told():
+            try:
+                _prepare()
+                status = command()
+            finally:
+                ignore_signals()  # what is left to do is to say how it ended
     except SystemExit as end:
         status = end.code
-    except CheckpointError as error:
-        say(f"megaconv: error: {error}")
-        status = error.exit_status
-    except (Interrupted, RuntimeError) as error:
-        if not is_interruption(error):
-            raise
-        hint = str(error) if isinstance(error, Interrupted) else ""
-        say(f"megaconv: interrupted; {hint or 'nothing was left behind'}")
-        status = 130
-    except BrokenPipeError:  # nobody reads any more
-        status = 1
-    except OSError as error:
-        say(f"megaconv: error: {error}")
-        status = 1
     finally:
         sys.unraisablehook = hook
         gc.freeze()  # or the interpreter would look through everything once more before it ends
         gc.enable()
     sys.exit(status if _flushed() else status or 1)
-
-
-def say(text: str) -> None:
-    """A line on stderr, for whoever still reads it."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _flushed() -> bool:
@@ -84,6 +66,7 @@ def _prepare() -> None:
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
             signal.signal(signum, _interrupt)
     sys.unraisablehook = _hand_on
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, whose threads would spin on the other processors
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
 
 

@@ -208,13 +208,18 @@ def assemble(
     dtypes: dict[str, str] = {}
     for item in placed:
         check_shape(item)
-        again = item.native.tied_copy or (item.native.replicated and any(name in parts for name in item.native.parts))
+        copy = item.native.copy
+        again = copy is not None or (item.native.replicated and any(name in parts for name in item.native.parts))
         tensor = item.tensor if item.native.view is None else reshaped(item.tensor, item.native.view)
         for name, regions in item.native.parts.items():
             found = [Part(region, tensor) for region in regions]
             if again:
                 copies.setdefault(name, []).extend(
-                    Copy(part, f"the copy {item.native.name} in {item.where}", strict or item.native.essential)
+                    Copy(
+                        part,
+                        f"the copy {item.native.name} in {item.where}",
+                        strict or (copy is not None and copy.must_equal),
+                    )
                     for part in found
                 )
                 continue
@@ -233,5 +238,6 @@ def assemble(
 def check_shape(item: Placed) -> None:
     if tuple(item.tensor.shape) != item.native.shape:
         raise TensorMismatch(
-            f"{item.where}: {item.native.name} is {list(item.tensor.shape)}, expected {list(item.native.shape)} by the configuration"
+            f"{item.where}: {item.native.name} is {list(item.tensor.shape)}, expected {list(item.native.shape)} by the configuration",
+            code="misshapen-tensor",
         )

@@ -20,7 +20,8 @@ from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import MAX_BYTES
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
+from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.words import CONFIG_NAME
 
 _INSIDE = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """(beginning of a name, what stands there in a model that has a language model as a part)."""
@@ -81,15 +82,19 @@ def _inside(name: str, begin: str, inside: str) -> str:
     return inside + name[len(begin) :] if name.startswith(begin) else name
 
 
-def open_base(directory: str | Path, dtype: str) -> BaseModel:
-    """dtype: of what is quantized there. Raises UsageError where there is no model, CheckpointError for a damaged one."""
+def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel:
+    """dtype, overflow: of what is quantized there, as for dequantize().
+
+    Raises UsageError where there is no model, CheckpointError for a damaged one.
+    """
     directory = Path(directory)
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
             f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"
         )
     weights, tensors = read_directory(directory)
-    return BaseModel(directory, dequantize(tensors, load_config(directory / CONFIG_NAME), dtype, str(weights)))
+    said = load_config(directory / CONFIG_NAME)
+    return BaseModel(directory, dequantize(tensors, said, dtype, str(weights), overflow=overflow))
 
 
 class CopiedTensors:

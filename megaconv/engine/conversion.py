@@ -25,9 +25,9 @@ from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
-from megaconv.hub import resolve
+from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions, SaveOptions
+from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 RECORD_NAME = "megaconv.json"
@@ -52,6 +52,12 @@ class ConvertOptions:
     verify: bool = False
     resume: bool = False
     overwrite: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
+
+    def all_extra(self) -> dict[str, str]:
+        """Wherever they were given."""
+        return {**self.load.extra, **self.save.extra, **self.extra}
 
 
 @dataclass(frozen=True)
@@ -104,15 +110,21 @@ class Report:
 
 
 def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
-    """(loader name, source) of any input. Raises CheckpointError."""
+    """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
     raise_file_limit()
-    path = resolve(str(place))
-    name, found = (
-        (registry.ALIASES.get(loader, loader), registry.loader(loader))
-        if loader and path.exists()
-        else registry.detect(path)
-    )
-    return name, LazySource(found.open(path, options or LoadOptions()))
+    path, options = resolve(str(place)), options or LoadOptions()
+    name, found = registry.choose(path, loader)
+    registry.share_options(options.extra, {f"loader {name}": found})
+    return name, LazySource(found.open(path, options))
+
+
+def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
+    """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
+    load, place = load_options(saver, options), resolve(str(load_dir))
+    name, found = registry.choose(place, options.loader)
+    takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
+    read, written = registry.share_options(options.all_extra(), takers)
+    return open_source(place, name, replace(load, extra=read))[1], written
 
 
 @dataclass(frozen=True)
@@ -137,16 +149,21 @@ def prepare(
 
     processes: that will write it together, each with files of its own.
     """
+    for word in options.save.allow_lossy:
+        if word not in LOSSES:
+            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
-    load = load_options(saver, options)
-    _, source = open_source(load_dir, options.loader, load)
+    source, extra = open_input(load_dir, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
-        raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
-    if load.dtype is not None:
-        source = CastSource(source, load.dtype)
+        raise UsageError(
+            f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
+    if options.dtype is not None:
+        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
-    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
+    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(_record(str(load_dir), saver, source.header, blank))
@@ -158,9 +175,14 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
     can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
     if options.optimizer and (not can_hold or options.save.release):
         what = "a release checkpoint" if can_hold else f"--saver {saver}"
-        raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
+        raise UsageError(
+            f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
     wanted = can_hold and options.optimizer is not False and not options.save.release
     dtype = None if options.dtype is None else dtype_name(options.dtype)
+    if dtype == "float16":
+        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
     return replace(options.load, optimizer=wanted, dtype=dtype)
 
 
@@ -202,14 +224,16 @@ def _convert(
     started = time.monotonic()
     refuse_place(save_dir)
     staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
-    refuse_loss(save_dir, resolve(str(load_dir)), (options.load.config, options.save.base), RECORD_NAME)
+    place = resolve(str(load_dir))
+    refuse_loss(save_dir, place, (options.load.config, options.save.base), RECORD_NAME)
     opened = OpenedFiles()
     with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-    ranks.agree("source", _digest(options.dtype, opened.listing()))
+    asked = [options.dtype, options.all_extra(), _revision(place, source.header, options)]
+    ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver, staging.target, options)))
     # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
-    identity = _digest(options.dtype, opened.listing(), opened.inode_changes())
+    identity = _digest(asked, opened.listing(), opened.inode_changes())
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
     shares = share_out(report.plan, source.header.manifest, ranks.size)
@@ -328,6 +352,18 @@ def _digest(*what: Any) -> str:
     return hashlib.sha256(json.dumps([__version__, *what]).encode()).hexdigest()
 
 
+def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str]:
+    """What the loader of a URI says about it, whose files nobody here can look at.
+
+    Raises UsageError where a run of a URI is to be resumed of which nobody knows whether it has changed.
+    """
+    if isinstance(place, Path):
+        return []
+    if options.resume and header.revision is None:
+        raise UsageError(f"--resume: the loader of {place} doesn't tell whether it has changed since; leave it out")
+    return [place, header.revision or ""]
+
+
 def _workers(options: ConvertOptions) -> int:
     return options.workers or default_workers(writing=True)
 
@@ -343,8 +379,12 @@ def raise_file_limit() -> None:
 
 
 def fingerprint(
-    path: str | Path, options: LoadOptions | None = None, workers: int = 0, advance: Callable[[int], None] | None = None
+    path: str | Path,
+    options: LoadOptions | None = None,
+    workers: int = 0,
+    advance: Callable[[int], None] | None = None,
+    loader: str | None = None,
 ) -> Fingerprint:
-    """The fingerprint of any checkpoint; reads all of it."""
-    _, source = open_source(path, None, options)
+    """The fingerprint of any checkpoint; reads all of it. loader: None: the one that recognises it."""
+    _, source = open_source(path, loader, options)
     return fingerprint_source(source, workers or default_workers(writing=False), advance)

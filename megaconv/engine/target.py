@@ -18,15 +18,15 @@ def refuse_place(target: str | Path) -> None:
         raise UsageError(f"{target}: {what}, which an output doesn't replace; choose a place in or beside it")
 
 
-def refuse_loss(target: str | Path, source: Path, others: Iterable[Path | None], record: str) -> None:
+def refuse_loss(target: str | Path, source: Path | str, others: Iterable[Path | None], record: str) -> None:
     """Raises UsageError where the source or another input would be replaced, TargetExists for what is no checkpoint.
 
-    others: what else is read, or None. record: the file that every output of ours has.
+    source: a path, or a URI, which is nowhere here. others: what else is read, or None. record: the file that every output of ours has.
     """
-    place, read = _real(target), _real(source)
-    if read in place.parents:
+    place, sources = _real(target), [source] if isinstance(source, Path) else []
+    if any(_real(path) in place.parents for path in sources):
         raise UsageError(f"{target}: lies in the source {source}; choose a place outside of it")
-    for path in (source, *(other for other in others if other is not None)):
+    for path in (*sources, *(other for other in others if other is not None)):
         if place == _real(path) or place in _real(path).parents:
             what = "is" if place == _real(path) else "holds"
             raise UsageError(f"{target}: {what} the source {path}, which it would replace; choose another place")

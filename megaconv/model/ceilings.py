@@ -26,25 +26,27 @@ RANKS = 65_536
 """Along one kind of parallelism: the largest runs have some ten thousand devices in all."""
 
 _FIELDS = {
-    "layers": LAYERS, "encoder_layers": LAYERS, "mtp_layers": LAYERS, "experts": EXPERTS, "experts_per_token": EXPERTS,
-    "hidden": WIDTH, "heads": WIDTH, "kv_heads": WIDTH, "head_dim": WIDTH, "ffn": WIDTH, "moe_ffn": WIDTH, "shared_ffn": WIDTH,
-    "kv_rank": WIDTH, "q_rank": WIDTH, "rope_dim": WIDTH, "v_dim": WIDTH, "token_types": WIDTH,
-    "relative_buckets": WIDTH, "relative_distance": POSITIONS, "vocab": VOCABULARY, "max_positions": POSITIONS,
+    "layers.count": LAYERS, "encoder.layers": LAYERS, "mtp_layers": LAYERS, "experts.count": EXPERTS,
+    "hidden": WIDTH, "attention.heads": WIDTH, "attention.kv_heads": WIDTH, "attention.head_dim": WIDTH, "mlp.ffn": WIDTH,
+    "experts.ffn": WIDTH, "experts.shared_ffn": WIDTH, "latent.kv_rank": WIDTH, "latent.q_rank": WIDTH, "latent.rope_dim": WIDTH,
+    "latent.v_dim": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
+    "positions.buckets": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
 }  # fmt: skip
-"""By the names of ModelConfig."""
+"""By the dotted names of a configuration."""
 
 _COUNTS = re.compile(r".*layer.*|first_k_dense_replace|decoder_sparse_step")
 """Words by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers."""
 
 
-def require_possible(sizes: Mapping[str, Any]) -> None:
-    """sizes: fields of ModelConfig. Raises CorruptCheckpoint for one that no model has."""
+def require_possible(values: Mapping[str, Any]) -> None:
+    """values: fields of a configuration by dotted name. Raises CorruptCheckpoint for one that no model has."""
     for name, ceiling in _FIELDS.items():
-        value = sizes.get(name)
+        value = values.get(name)
         if type(value) is int and value > ceiling:
             raise CorruptCheckpoint(f"the model's {name} should be at most {ceiling:,}, found {_short(value)}")
-    if sizes["layers"] * sizes["experts"] > ALL_EXPERTS:
-        what = f"{sizes['layers']:,} layers of {sizes['experts']:,} experts"
+    layers, experts = values.get("layers.count"), values.get("experts.count")
+    if type(layers) is int and type(experts) is int and layers * experts > ALL_EXPERTS:
+        what = f"{layers:,} layers of {experts:,} experts"
         raise CorruptCheckpoint(f"the model can't have {what}; there may be {ALL_EXPERTS:,} in all")
 
 

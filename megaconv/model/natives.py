@@ -1,24 +1,31 @@
 """What a rank holds: native tensors, worked out from a family's table as rectangles of canonical ones.
 
-A rank's tensor is made by cutting each canonical piece for that rank first and joining the cut pieces after, so that
+A rank's tensor is made by sharding each canonical piece for that rank first and joining the shards after, so that
 fused tensors need no tensor-parallel code of their own: all that comes out are rectangles of canonical tensors and where
 they lie in native ones. Evaluated in a rank's own sizes (heads / tp, ffn / tp ...) a shape is the rank's shape.
+
+Layers and experts of one row differ in their names only. So a row is worked out once for a rank, with `{l}` and `{e}` left
+in all names, and filled in for each layer and expert: the tensors of one row share their regions.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
 
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, divide
+from megaconv.model.naming import Naming
+from megaconv.model.sharding import RANKS, rank_sizes
 from megaconv.model.table import (
     Fused,
     Halves,
     OtherAxis,
     RotaryPairs,
     Row,
-    Spelling,
+    Separate,
     Stacked,
     StackedTransposed,
     Transposed,
@@ -29,8 +36,7 @@ from megaconv.model.table import (
 )
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A rectangle of a canonical tensor, and where in the native one its first element lies.
 
     Untransposed rectangles are as wide as the native tensor. transposed: the rectangle's rows are native columns.
@@ -51,28 +57,33 @@ class Region:
     repeat: int = 1
 
 
-@dataclass(frozen=True)
-class NativeTensor:
+class Copy(NamedTuple):
+    """A native tensor that holds again what another one of the same checkpoint holds. A source may lack it."""
+
+    written: bool
+    """Whether such a checkpoint has it by rights, so that savers write it."""
+    used: bool = True
+    """Whether the model computes with it: what an unused copy holds means nothing."""
+    must_equal: bool = False
+    """Whether it is trained for itself: with other values it is another model."""
+
+
+class NativeTensor(NamedTuple):
     """One tensor of a checkpoint file: which canonical tensors' rectangles it is made of."""
 
     name: str
-    shape: Shape
     parts: Mapping[str, tuple[Region, ...]]
     """By canonical name."""
+    shape: Shape
     replicated: bool = False
     """Every tensor-parallel rank holds the same copy."""
     tp: int | None = None
-    """The axis that tensor parallelism cuts, or expert tensor parallelism; None where it cuts none."""
-    tied_copy: bool = False
-    """A second copy of a tensor, which a file may hold or not."""
-    alias: bool = False
-    """Such a copy that Megatron always writes."""
-    mtp_copy: bool = False
-    """Such a copy that belongs to the layers that predict further tokens: savers write it all the same."""
-    idle: bool = False
-    """Such a copy that Megatron has and never computes with: what it holds means nothing."""
-    essential: bool = False
-    """Such a copy that Megatron trains for itself: with other values it is another model."""
+    """The axis that tensor parallelism shards, or expert tensor parallelism; None where it shards none."""
+    groups: int | None = None
+    """Of a tensor joined by groups: how many the whole one has. A rank has some of them, or where there are more ranks an
+    even share of the rows."""
+    copy: Copy | None = None
+    """Set if it is a second copy."""
     of_experts: bool = False
     """Held by one expert-parallel rank, where others hold other experts."""
     padding_rows: int = 0
@@ -81,20 +92,26 @@ class NativeTensor:
     """The matrix that regions count rows and columns in, where it is not that of the shape."""
 
 
-def rank_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """The sizes of one tensor-parallel rank's share. Raises LayoutError for what can't be cut."""
-    cut = {"heads": layout.tp, "kv_heads": layout.tp}
-    if any(config.has("dense", layer) for layer in range(config.layers)):
-        cut["ffn"] = layout.tp
-    if config.shared_ffn:
-        cut["shared_ffn"] = layout.tp
-    sizes = config.sizes() | {
-        name: divide(getattr(config, name), size, name, "tensor parallel size (tp)") for name, size in cut.items()
-    }
-    if config.experts:
-        sizes["moe_ffn"] = divide(config.moe_ffn, layout.etp, "moe_ffn", "expert tensor parallel size (etp)")
-        sizes["local_experts"] = divide(config.experts, layout.ep, "experts", "expert parallel size (ep)")
-    return sizes
+class _Shard(NamedTuple):
+    """What a rank holds of a canonical tensor."""
+
+    name: str
+    """A pattern."""
+    box: Box
+    inner: Shape
+    """Axes of the tensor between the first and the last; they count as rows, and are never sharded."""
+
+
+class _Template(NamedTuple):
+    """A row's native tensor on a rank, with `{l}` and `{e}` left in its name and in those of its parts."""
+
+    native: NativeTensor
+    each_expert: bool = False
+    """Whether there is one for every expert of the rank; otherwise it holds all of them, or the row is of none."""
+
+    def of(self, local_layer: int, layer: int, local_expert: int, expert: int) -> NativeTensor:
+        parts = {fill(name, layer, expert): regions for name, regions in self.native.parts.items()}
+        return NativeTensor(fill(self.native.name, local_layer, local_expert), parts, *self.native[2:])
 
 
 @dataclass(frozen=True)
@@ -102,15 +119,34 @@ class _Rank:
     """Whose tensors are asked for."""
 
     config: ModelConfig
-    naming: str
+    naming: Naming
     layout: Layout
     whole: Mapping[str, int]
     """Sizes of the whole model, its vocabulary padded."""
     sizes: Mapping[str, int]
     """This rank's own."""
     tp_rank: int
-    etp_rank: int
     ep_rank: int
+    templates: dict[Row, tuple[_Template, ...]] = field(default_factory=dict)
+
+    def natives(self, row: Row, local_layer: int, layer: int) -> Iterator[NativeTensor]:
+        """Those of one layer of a row. Raises NotExpressible where the naming scheme has no name for them."""
+        if row not in self.templates:
+            spelled = row.spelling(self.naming)
+            if not spelled:
+                what = row.when or "this tensor"
+                raise NotExpressible(f"{row.canonical}: the {self.naming} naming has no words for {what}")
+            self.templates[row] = tuple(_templates(row, spelled, self))
+        for template in self.templates[row]:
+            experts = self.experts if template.each_expert else range(1)
+            for local_expert, expert in enumerate(experts):
+                yield template.of(local_layer, layer, local_expert, expert)
+
+    def copy(self, row: Row, name: str | None, copy: Copy, number: int = 0) -> NativeTensor:
+        """A second copy of a row's tensor. name: its own if None. number: of the layer in its name."""
+        spelled = row.spelling(self.naming) if name is None else (Separate(name),)
+        (template,) = _templates(row, spelled, self)
+        return template.of(number, 0, 0, 0)._replace(copy=copy)
 
     @property
     def experts(self) -> range:
@@ -122,7 +158,7 @@ class _Rank:
 def native_tensors(
     rows: tuple[Row, ...],
     config: ModelConfig,
-    naming: str,
+    naming: Naming,
     layout: Layout,
     tp_rank: int,
     chunk: Chunk,
@@ -131,152 +167,194 @@ def native_tensors(
 ) -> Iterator[NativeTensor]:
     """What one rank holds of one chunk. vocab_rows: of the whole vocabulary, padding included.
 
-    Layers in names count from 0 in each chunk, and experts from 0 on each expert-parallel rank, as Megatron has it. The
-    second copy of a tied embedding is named with the last chunk; whether it is really there is for the caller to say.
+    Layers in names count from 0 in each chunk, and experts from 0 on each expert-parallel rank, as Megatron has it. Second
+    copies of tensors are there too (`copy`), also those that such a checkpoint needn't have.
+    Raises LayoutError for what can't be sharded, NotExpressible for what the naming scheme has no name for.
     """
-    sizes = rank_sizes(config, layout)
-    what = "vocabulary" if vocab_rows == config.vocab else "padded vocabulary"
-    divide(vocab_rows, layout.tp, what, "tensor parallel size (tp)")
-    whole = config.sizes() | {"vocab": vocab_rows}
-    rank = _Rank(config, naming, layout, whole, sizes, tp_rank, tp_rank % layout.etp, ep_rank)
-    base = naming.partition("+")[0]
+    whole = config.sizes()
+    what = "vocabulary" if vocab_rows == whole["vocab"] else "padded vocabulary"
+    divide(vocab_rows, layout.tp, what, RANKS["tp"])
+    # Megatron core alone lets tensor ranks share key/value heads.
+    sizes = rank_sizes(config, layout, shares_heads=naming.scheme == "core")
+    rank = _Rank(config, naming, layout, whole | {"vocab": vocab_rows}, sizes, tp_rank, ep_rank)
     for row in rows:
         if row.stage == "mtp":
             continue
         for local, layer in layers_of(row.stage, config, chunk):
             if row.exists(config, layer):
-                yield from _natives(row, rank, local, layer)
-                for name in row.aliases.get(base, ()):
-                    yield replace(_copy(row, rank, name), alias=True)
+                yield from rank.natives(row, local, layer)
+                yield from _second_names(row, rank)
         if config.tie_embeddings and chunk.is_last:
-            yield from (_copy(row, rank, name) for name in row.tied_copy.get(base, ()))
+            yield from _tied(row, rank, chunk)
     if chunk.encoder is not None:
-        yield from _apart(rows, rank, chunk)
+        yield from _stacks_apart(rows, rank, chunk)
     if chunk.is_last:
         yield from _mtp(rows, rank, chunk)
 
 
+def _names(row: Row, rank: _Rank, place: str) -> Iterator[str]:
+    """What second copies at a place are called."""
+    return (name for copied in row.copied_with(place) for name in copied.names.get(rank.naming.scheme, ()))
+
+
+def _second_names(row: Row, rank: _Rank) -> Iterator[NativeTensor]:
+    """Megatron writes a tensor under all its names, Hugging Face once."""
+    copy = Copy(written=rank.naming.scheme != "hf")
+    return (rank.copy(row, name, copy) for name in _names(row, rank, "itself"))
+
+
+def _tied(row: Row, rank: _Rank, chunk: Chunk) -> Iterator[NativeTensor]:
+    """A tied head: Megatron has it again where the embedding is on another stage, Meta always, Hugging Face never."""
+    scheme = rank.naming.scheme
+    copy = Copy(written=scheme == "meta" or (scheme != "hf" and not chunk.embeds))
+    return (rank.copy(row, name, copy) for name in _names(row, rank, "head"))
+
+
 def _mtp(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTensor]:
     """Layers that predict further tokens: Megatron counts them for themselves, Hugging Face after all others."""
-    config, base = rank.config, rank.naming.partition("+")[0]
+    config, copy = rank.config, Copy(written=True)
     for layer in range(config.mtp_layers):
-        local = config.layers + layer if base == "hf" else layer
-        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layers - 1)):
-            yield from _natives(row, rank, local, layer)
-        for row in rows:
-            name = (row.mtp_copy or {}).get(base)
-            if name is not None and row.exists(config, 0) and ("{l}" in name or (layer == 0 and not chunk.is_first)):
-                yield replace(_copy(row, rank, fill(name, local, None)), mtp_copy=True)
+        local = config.layer_count + layer if rank.naming.scheme == "hf" else layer
+        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layer_count - 1)):
+            yield from rank.natives(row, local, layer)
+        for row in (row for row in rows if row.exists(config, 0)):
+            for name in _names(row, rank, "mtp"):
+                # One for each such layer, or one for all where the tensor itself is on another stage.
+                if "{l}" in name or (layer == 0 and not chunk.is_first):
+                    yield rank.copy(row, name, copy, local)
 
 
-def _apart(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTensor]:
+def _stacks_apart(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTensor]:
     """What a chunk holds again because an encoder and its decoder are on stages of their own."""
-    base = rank.naming.partition("+")[0]
-    idle_head = chunk.ends_encoder and base != "legacy"
+    has_unused_head = chunk.ends_encoder and rank.naming.scheme == "core"
     for row in (row for row in rows if row.exists(rank.config, 0)):
-        copies = [
-            replace(_copy(row, rank, name), alias=True) for name in (None, *row.aliases.get(base, ())) if row.repeated
-        ]
-        if row.repeated == "decoder" and chunk.starts_decoder:
-            yield from copies
-        elif row.repeated == "idle" and idle_head:
-            yield from (replace(copy, idle=True) for copy in copies)
-        elif row.repeated == "everywhere" and not (chunk.ends_encoder if row.stage == "between" else chunk.is_last):
-            computes = bool(chunk.encoder) == (row.stage == "between")
-            yield from (replace(copy, idle=not computes, essential=computes) for copy in copies)
-        if idle_head and rank.config.tie_embeddings and not chunk.embeds:
-            tied = row.tied_copy.get(base, ())
-            yield from (replace(_copy(row, rank, name), alias=True, idle=True) for name in tied)
+        names = (None, *_names(row, rank, "itself"))
+        if chunk.starts_decoder and any(row.copied_with("decoder")):
+            yield from (rank.copy(row, name, Copy(written=True)) for name in names)
+        if has_unused_head and any(row.copied_with("encoder_end")):
+            yield from (rank.copy(row, name, Copy(written=True, used=False)) for name in names)
+        if any(row.copied_with("stacks")) and not (chunk.ends_encoder if row.stage == "between" else chunk.is_last):
+            used = bool(chunk.encoder) == (row.stage == "between")  # each stack computes with its own
+            copy = Copy(written=True, used=used, must_equal=used)
+            yield from (rank.copy(row, name, copy) for name in names)
+        if has_unused_head and rank.config.tie_embeddings and not chunk.embeds:
+            unused = Copy(written=True, used=False)
+            yield from (rank.copy(row, name, unused) for name in _names(row, rank, "head"))
 
 
-def _copy(row: Row, rank: _Rank, name: str | None) -> NativeTensor:
-    """The same tensor under another name, or in another place."""
-    as_head = replace(row, meta=name) if isinstance(row.meta, OtherAxis) else row
-    (native,) = _natives(as_head, rank, 0, 0)
-    return NativeTensor(
-        name or native.name, native.shape, native.parts, tied_copy=True, padding_rows=native.padding_rows
-    )
-
-
-def _natives(row: Row, rank: _Rank, local_layer: int, layer: int) -> Iterator[NativeTensor]:
-    spelling = row.spelling(rank.naming)
-    if spelling is None:
-        raise NotExpressible(f"{row.canonical}: the {rank.naming} naming has no words for {row.when or 'this tensor'}")
-    boxes = [_cut(row, spelling, evaluate(shape, rank.whole), rank) for shape in row.shapes]
-    experts = rank.experts if row.of_experts else range(1)
-    pieces = [[fill(name, layer, expert) for name in expand(row.canonical)] for expert in experts]
-    if isinstance(spelling, (StackedTransposed, Transposed)):
-        said = evaluate(spelling.shape, rank.sizes) if isinstance(spelling, StackedTransposed) else None
-        yield _stack(fill(spelling.name, local_layer, None), said, pieces, boxes, row)
-        return
-    if isinstance(spelling, Stacked):
-        yield _stack_rows(fill(spelling.name, local_layer, None), pieces, boxes)
-        return
-    for local_expert, names in enumerate(pieces):
-        if isinstance(spelling, Fused):
-            groups = evaluate(spelling.groups, rank.sizes)[0]
-            members = [(spelling.name, names, boxes, groups)]
+def _templates(row: Row, spelled: tuple[Separate, ...], rank: _Rank) -> Iterator[_Template]:
+    """The native tensors of a row on a rank. spelled: all that it is in a naming scheme."""
+    for spelling, members in row.shared_out(spelled):
+        if isinstance(spelling, (Stacked, StackedTransposed, Transposed)):
+            yield _Template(_stacked(row, spelling, members, rank))
+        elif isinstance(spelling, Fused):
+            yield _Template(_fused(row, spelling, members, rank), row.of_experts)
         else:
-            spelled = spelling if isinstance(spelling, str) else spelling.name
-            members = [(native, [names[i]], [boxes[i]], 1) for i, native in enumerate(expand(spelled))]
-        paired = spelling.members if isinstance(spelling, RotaryPairs) else ()
-        for index, (native, joined, their_boxes, groups) in enumerate(members):
-            made = _join(fill(native, local_layer, local_expert), joined, their_boxes, groups, row, rank)
-            axis = _axis(row, spelling)
-            made = replace(made, replicated=axis is None, tp=axis)
-            if index in paired:
-                made = _rearranged(made, pairs=rank.config.head_dim)
-            yield _rearranged(made, halves=True) if isinstance(spelling, Halves) else made
+            shards = _shards(row, spelling, members, rank)
+            for member, name, shard in zip(members, expand(spelling.name), shards, strict=True):
+                native = _join(name, [shard], 1, row, spelling, rank)
+                if isinstance(spelling, RotaryPairs) and member in spelling.rotating:
+                    native = _rearranged(native, pairs=rank.sizes["head_dim"])
+                native = _rearranged(native, halves=True) if isinstance(spelling, Halves) else native
+                yield _Template(native, row.of_experts)
 
 
-def _cut(row: Row, spelling: Spelling, shape: Shape, rank: _Rank) -> Box:
-    """The part of a canonical tensor that a rank holds."""
-    rows, cols = matrix_shape(shape)
-    axis = _axis(row, spelling)
-    index, count = (rank.etp_rank, rank.layout.etp) if row.of_experts else (rank.tp_rank, rank.layout.tp)
-    over = "expert tensor parallel size (etp)" if row.of_experts else "tensor parallel size (tp)"
-    if axis == 0:
-        rows = divide(rows, count, f"rows of {row.canonical}", over)
-    elif axis == 1:
-        cols = divide(cols, count, f"columns of {row.canonical}", over)
-    row0, col0 = index * rows if axis == 0 else 0, index * cols if axis == 1 else 0
-    return Box(row0, row0 + rows, col0, col0 + cols)
+def _shards(
+    row: Row, spelling: Separate, members: tuple[int, ...], rank: _Rank, *, sharded: bool = True
+) -> list[_Shard]:
+    """What the rank holds of these tensors of a row; all of them if not sharded."""
+    axis = _axis(row, spelling) if sharded else None
+    over, index = ("etp", rank.tp_rank % rank.layout.etp) if row.of_experts else ("tp", rank.tp_rank)
+    count = rank.layout.sizes()[over]
+    names, shards = expand(row.canonical), []
+    for member in members:
+        shape = evaluate(row.shapes[member], rank.whole)
+        rows, cols = matrix_shape(shape)
+        if axis == 0:
+            rows = divide(rows, count, f"rows of {row.canonical}", RANKS[over])
+        elif axis == 1:
+            cols = divide(cols, count, f"columns of {row.canonical}", RANKS[over])
+        row0, col0 = index * rows if axis == 0 else 0, index * cols if axis == 1 else 0
+        shards.append(_Shard(names[member], Box(row0, row0 + rows, col0, col0 + cols), shape[1:-1]))
+    return shards
 
 
-def _axis(row: Row, spelling: Spelling) -> int | None:
-    """What tensor parallelism cuts in this naming."""
+def _axis(row: Row, spelling: Separate) -> int | None:
+    """What tensor parallelism shards in this naming scheme."""
     return spelling.tp if isinstance(spelling, OtherAxis) else row.tp
 
 
 def _rearranged(native: NativeTensor, *, pairs: int = 0, halves: bool = False) -> NativeTensor:
     """The same rows in another order: each head's two halves as pairs of rows, or pairs of rows as two halves."""
     parts = {
-        name: tuple(replace(region, pairs=pairs, halves=halves) for region in regions)
+        name: tuple(region._replace(pairs=pairs, halves=halves) for region in regions)
         for name, regions in native.parts.items()
     }
-    return replace(native, parts=parts)
+    return native._replace(parts=parts)
 
 
-def _join(name: str, pieces: list[str], boxes: list[Box], groups: int, row: Row, rank: _Rank) -> NativeTensor:
-    """Join these parts of the pieces along the rows, group by group."""
+def _fused(row: Row, spelling: Fused, members: tuple[int, ...], rank: _Rank) -> NativeTensor:
+    """Whole groups of a rank's own; or, with more ranks than groups, its share of the rows of the whole tensor."""
+    (groups,) = evaluate(spelling.groups, rank.whole)
+    if spelling.groups != "1" and row.tp == 0 and rank.layout.tp > groups:
+        whole = _join(spelling.name, _shards(row, spelling, members, rank, sharded=False), groups, row, spelling, rank)
+        rows = divide(whole.shape[0], rank.layout.tp, f"rows of {spelling.name}", RANKS["tp"])
+        return _rows_of(whole, rank.tp_rank * rows, rows)._replace(groups=groups)
+    (own,) = evaluate(spelling.groups, rank.sizes)
+    native = _join(spelling.name, _shards(row, spelling, members, rank), own, row, spelling, rank)
+    return native._replace(groups=None if spelling.groups == "1" else groups)
+
+
+def _join(name: str, shards: list[_Shard], groups: int, row: Row, spelling: Separate, rank: _Rank) -> NativeTensor:
+    """Join shards along the rows, group by group."""
     parts: dict[str, tuple[Region, ...]] = {}
-    group_rows = sum(box.rows for box in boxes) // groups
+    group_rows = sum(shard.box.rows for shard in shards) // groups
     before = padding = 0
-    for piece, box in zip(pieces, boxes, strict=True):
+    for piece, box, _ in shards:
         step = box.rows // groups
         if row.padded_vocab:
-            padding = min(box.rows, max(0, box.row1 - rank.config.vocab))
+            padding = min(box.rows, max(0, box.row1 - rank.sizes["vocab"]))
             step -= padding
         starts = ((box.row0 + group * step, group * group_rows + before) for group in range(groups))
         parts[piece] = tuple(Region(Box(first, first + step, box.col0, box.col1), at) for first, at in starts if step)
         before += step
+    inner, axis = shards[0].inner, _axis(row, spelling)
     is_vector = " " not in row.shapes[0]
-    shape = (sum(box.rows for box in boxes), *(() if is_vector else (boxes[0].cols,)))
-    return NativeTensor(name, shape, parts, of_experts=row.of_experts, padding_rows=padding)
+    rows = sum(shard.box.rows for shard in shards) // prod(inner)
+    shape = (rows, *inner, *(() if is_vector else (shards[0].box.cols,)))
+    return NativeTensor(name, parts, shape, axis is None, axis, of_experts=row.of_experts, padding_rows=padding)
 
 
-def _stack(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[Box], row: Row) -> NativeTensor:
-    """One block of rows [in] per expert (or the only one), its pieces side by side as columns [out]; shape None: as it is."""
+def _rows_of(native: NativeTensor, first: int, rows: int) -> NativeTensor:
+    """A run of rows of a joined tensor."""
+    parts: dict[str, tuple[Region, ...]] = {}
+    for name, regions in native.parts.items():
+        kept = []
+        for region in regions:
+            start, stop = max(first, region.row), min(first + rows, region.row + region.box.rows)
+            if start < stop:
+                row0 = region.box.row0 + start - region.row
+                box = region.box._replace(row0=row0, row1=row0 + stop - start)
+                kept.append(region._replace(box=box, row=start - first))
+        if kept:
+            parts[name] = tuple(kept)
+    return native._replace(parts=parts, shape=(rows, *native.shape[1:]))
+
+
+def _stacked(row: Row, spelling: Separate, members: tuple[int, ...], rank: _Rank) -> NativeTensor:
+    """All of a rank's experts (or the row's only tensors) in one, the pieces of each beside or under each other."""
+    shards = _shards(row, spelling, members, rank)
+    experts = [str(expert) for expert in rank.experts] if row.of_experts else [""]
+    pieces = [[shard.name.replace("{e}", expert) for shard in shards] for expert in experts]
+    boxes = [shard.box for shard in shards]
+    if isinstance(spelling, Stacked):
+        return _under_each_other(spelling.name, pieces, boxes)
+    shape = evaluate(spelling.shape, rank.sizes) if isinstance(spelling, StackedTransposed) else None
+    return _side_by_side(spelling.name, shape, pieces, boxes, row)
+
+
+def _side_by_side(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[Box], row: Row) -> NativeTensor:
+    """One block of rows [in] per expert (or the only one), its pieces as columns [out]; shape None: as it is."""
     parts: dict[str, tuple[Region, ...]] = {}
     for local_expert, names in enumerate(pieces):
         col = 0
@@ -284,10 +362,10 @@ def _stack(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[
             parts[piece] = (Region(box, local_expert * box.cols, col, transposed=True),)
             col += box.rows
     view = (len(pieces) * boxes[0].cols, sum(box.rows for box in boxes))
-    return NativeTensor(name, shape or view, parts, of_experts=row.of_experts, view=view)
+    return NativeTensor(name, parts, shape or view, of_experts=row.of_experts, view=view)
 
 
-def _stack_rows(name: str, pieces: list[list[str]], boxes: list[Box]) -> NativeTensor:
+def _under_each_other(name: str, pieces: list[list[str]], boxes: list[Box]) -> NativeTensor:
     """[experts, out, in]: one expert under the other, the pieces of each one under the other."""
     parts: dict[str, tuple[Region, ...]] = {}
     row = 0
@@ -295,4 +373,4 @@ def _stack_rows(name: str, pieces: list[list[str]], boxes: list[Box]) -> NativeT
         for piece, box in zip(names, boxes, strict=True):
             parts[piece] = (Region(box, row),)
             row += box.rows
-    return NativeTensor(name, (len(pieces), row // len(pieces), boxes[0].cols), parts, of_experts=True)
+    return NativeTensor(name, parts, (len(pieces), row // len(pieces), boxes[0].cols), of_experts=True)

@@ -1,4 +1,4 @@
-"""Tables: how a family's canonical tensors are named, fused and cut in each naming; read in both directions.
+"""Tables: how a family's canonical tensors are named, fused and sharded in each naming scheme; read in both directions.
 
     Row("layers.{l}.attn.{q|k|v}.weight", ("heads*head_dim hidden", "kv_heads*head_dim hidden", ...), tp=0,
         hf="model.layers.{l}.self_attn.{q|k|v}_proj.weight",
@@ -9,156 +9,212 @@ What a row comes to on a rank, `natives.py` works out.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from formats.tensor import Shape
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
-
-NAMINGS = ("hf", "core", "core_local", "legacy", "meta")
-"""Hugging Face; Megatron core with Transformer Engine's names, and with those of its local layers; Megatron's models
-before core; Meta's own files and Mistral's. Meta's Llama 1 and 2 cut the embedding along another axis than the head;
-`meta+rows` is Llama 3, where both are cut by rows.
-
-Hugging Face's experts are modules of their own in files; `hf+stacked` has all of a layer's in one tensor, as transformers 5
-holds them in memory, and writes them when it is told not to keep the older form.
-
-Megatron's namings may carry how experts are stored: `core+grouped` has one tensor per expert in a grouped layer of
-Transformer Engine, `core+legacy_grouped` all of a rank's experts in one; without it each expert is a module of its own.
-"""
-
+from megaconv.model.naming import KEYS, Naming
 
 STAGES = ("first", "encoder", "between", "layer", "last", "mtp")
 """Where a row's tensors lie, in the order of the model."""
 
+COPIED_WITH = ("head", "itself", "decoder", "encoder_end", "stacks", "mtp")
+
 
 @dataclass(frozen=True)
-class Fused:
+class Separate:
+    """Each of a row's tensors in a native tensor of its own; what a plain string stands for.
+
+    A row may have several spellings at once. Those with `members` hold these of the row's tensors (numbers in its order),
+    one without them holds all that are left.
+    """
+
+    name: str
+    members: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Fused(Separate):
     """Several canonical tensors in one native tensor, joined along the rows, group by group.
 
     With 2 groups q, k, v lie as q0 k0 v0 q1 k1 v1 (the rows of each piece in two halves), with 1 group as q k v.
     """
 
-    name: str
     groups: str = "1"
-    """A size (`kv_heads`, a rank's own share under tensor parallelism) or a number."""
+    """A size of the model (`kv_heads`: a rank has its own share of them), or 1."""
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Separate):
     """All experts in one native tensor [experts, out, in], the pieces of each joined along the rows."""
 
-    name: str
-
 
 @dataclass(frozen=True)
-class StackedTransposed:
+class StackedTransposed(Separate):
     """All experts of a rank in one native tensor, each as the transpose of its joined pieces.
 
     The memory is [experts, in, out]; `shape` is what the tensor is said to be: the same memory under another shape.
     """
 
-    name: str
     shape: str
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Separate):
     """Canonical tensors side by side as columns, [in, out]: how GPT-2's Conv1D keeps its weights."""
-
-    name: str
 
 
 @dataclass(frozen=True)
-class RotaryPairs:
+class RotaryPairs(Separate):
     """Canonical tensors whose heads keep the two halves of their rows as pairs, x0 y0 x1 y1 ...: Meta's rotary order."""
 
-    name: str
-    members: tuple[int, ...]
+    rotating: tuple[int, ...]
     """Which of the row's tensors are kept so (q and k rotate, v doesn't)."""
 
 
 @dataclass(frozen=True)
-class Halves:
+class Halves(Separate):
     """A canonical tensor whose rows alternate, g0 u0 g1 u1 ..., with every first row above every second one, [g; u]."""
-
-    name: str
 
 
 @dataclass(frozen=True)
-class OtherAxis:
-    """A tensor that this naming's tensor parallelism cuts along another axis than the row says."""
+class OtherAxis(Separate):
+    """A tensor that this naming scheme's tensor parallelism shards along another axis than the row says."""
 
-    name: str
     tp: int
 
 
-Spelling = str | Fused | Stacked | StackedTransposed | Transposed | RotaryPairs | Halves | OtherAxis
+Spelling = str | Separate | tuple[str | Separate, ...]
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Where a checkpoint has a row's tensor a second time.
+
+    place: `head` (with the head of a model that ties it to the embedding), `itself` (beside the tensor: a second name of one
+    and the same), `mtp` (with the layers that predict further tokens), or where an encoder has stages of its own: `decoder`
+    (with the first stage of the decoder), `encoder_end` (in core, where the encoder ends, and unused there), `stacks` (with
+    every stage; each stack computes with its own).
+    names: what it is called there, by scheme. Without any, those of the tensor itself.
+    """
+
+    place: str
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.place not in COPIED_WITH:
+            raise ValueError(f"{self.place!r} is no place of a second copy; known are {', '.join(COPIED_WITH)}")
+
+
+@dataclass(frozen=True, eq=False, init=False)
 class Row:
     """One line of a family's table.
 
     canonical: name pattern; `{l}` is the layer (`{l-1}` the one before), `{e}` an expert, `{q|k|v}` stands for several tensors.
     shapes: one per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
-    tp: the axis that tensor parallelism cuts, None where every rank holds a copy.
-    stage: where it lies, in the order of the model: `first` (with the embedding), `encoder` (in each layer of an encoder), `between`
-    (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in each
+    names: how a naming scheme spells it, by the scheme's keys (`hf=`, `core_local=` ...; see naming.py).
+    tp: the axis that tensor parallelism shards, None where every rank holds a copy.
+    stage: where it lies, in the order of the model: `first` (with the embedding), `encoder` (in each layer of an encoder),
+    `between` (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in each
     layer after it that predicts further tokens).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
-    core_local, grouped, legacy_grouped: where they differ from core; stacked: where it differs from hf. legacy: Megatron's
-    models before core, flattened to names with dots. meta: Meta's own files, and Mistral's.
-    tied_copy: names, by naming, under which a tied model's tensor may be stored again, where stages are apart.
-    aliases: names, by naming, under which it is stored again: always by Megatron, now and then by Hugging Face.
-    mtp_copy: names under which it is stored again beside the layers that predict further tokens.
-    repeated: where else Megatron has it when an encoder has stages of its own: `decoder` (with the first stage of the
-    decoder, as the embedding), `idle` (core alone: where the encoder ends, for nothing, as the head), `everywhere` (each
-    stage computes with those of its own stack).
+    copies: where checkpoints have the tensor again.
     """
 
     canonical: str
     shapes: tuple[str, ...]
-    hf: Spelling | None
-    core: Spelling | None
-    core_local: Spelling | None = None
-    grouped: Spelling | None = None
-    legacy_grouped: Spelling | None = None
-    legacy: Spelling | None = None
-    meta: Spelling | None = None
-    stacked: Spelling | None = None
-    tp: int | None = None
-    stage: str = "layer"
-    when: str | None = None
-    padded_vocab: bool = False
-    tied_copy: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    mtp_copy: Mapping[str, str] | None = None
-    repeated: str | None = None
+    names: Mapping[str, tuple[Separate, ...]]
+    tp: int | None
+    stage: str
+    when: str | None
+    padded_vocab: bool
+    copies: tuple[Copied, ...]
 
-    def spelling(self, naming: str) -> Spelling | None:
-        base, _, experts = naming.partition("+")
-        choices = {"grouped": self.grouped, "legacy_grouped": self.legacy_grouped, "core_local": self.core_local}
-        if experts == "stacked":
-            return self.stacked or self.hf
-        if base in ("hf", "legacy", "meta"):
-            spelling = {"hf": self.hf, "legacy": self.legacy, "meta": self.meta}[base]
-            return spelling.name if isinstance(spelling, OtherAxis) and experts == "rows" else spelling
-        return choices.get(experts) or choices.get(base) or self.core
+    def __init__(
+        self,
+        canonical: str,
+        shapes: tuple[str, ...],
+        *,
+        names: Mapping[str, Spelling] | None = None,
+        tp: int | None = None,
+        stage: str = "layer",
+        when: str | None = None,
+        padded_vocab: bool = False,
+        copies: tuple[Copied, ...] = (),
+        **spelled: Spelling,
+    ) -> None:
+        """spelled: more of `names`. Raises ValueError for what a table can't say."""
+        given = {**(names or {}), **spelled}
+        values = {
+            "canonical": canonical,
+            "shapes": shapes,
+            "names": {key: _spellings(spelling) for key, spelling in given.items()},
+            "tp": tp,
+            "stage": stage,
+            "when": when,
+            "padded_vocab": padded_vocab,
+            "copies": copies,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        if self.stage not in STAGES:
+            raise ValueError(f"{self.canonical}: {self.stage!r} is no stage; known are {', '.join(STAGES)}")
+        if len(expand(self.canonical)) != len(self.shapes):
+            raise ValueError(f"{self.canonical}: {len(expand(self.canonical))} tensors with {len(self.shapes)} shapes")
+        if self.copies and len(self.shapes) > 1:
+            raise ValueError(f"{self.canonical}: only a row of one tensor can have copies")
+        for key, spellings in self.names.items():
+            if key not in KEYS:
+                raise ValueError(f"{self.canonical}: {key!r} is no naming scheme's key; known are {', '.join(KEYS)}")
+            held = sorted(number for _, members in self.shared_out(spellings) for number in members)
+            if held != list(range(len(self.shapes))):
+                raise ValueError(f"{self.canonical}: {key} has to hold each of its tensors once")
+
+    def spelling(self, naming: Naming) -> tuple[Separate, ...]:
+        """The native tensors, which share the row's canonical ones out; none where the scheme has no name for them."""
+        return next((self.names[key] for key in naming.keys if key in self.names), ())
+
+    def shared_out(self, spellings: tuple[Separate, ...]) -> Iterator[tuple[Separate, tuple[int, ...]]]:
+        """(spelling, numbers of the canonical tensors that it holds)."""
+        named = {number for spelling in spellings for number in spelling.members or ()}
+        for spelling in spellings:
+            rest = tuple(number for number in range(len(self.shapes)) if number not in named)
+            yield spelling, rest if spelling.members is None else spelling.members
+
+    def renamed(self, **spelled: Spelling) -> "Row":
+        """The same row with these names too, or instead."""
+        return replace(self, names={**self.names, **{key: _spellings(value) for key, value in spelled.items()}})
+
+    def without(self, *schemes: str) -> "Row":
+        """The same row without the names of these schemes."""
+        kept = {key: spelling for key, spelling in self.names.items() if key.split("_")[0] not in schemes}
+        return replace(self, names=kept)
 
     def exists(self, config: ModelConfig, layer: int) -> bool:
         return self.when is None or config.has(self.when, layer)
+
+    def copied_with(self, place: str) -> Iterator[Copied]:
+        return (copied for copied in self.copies if copied.place == place)
 
     @property
     def of_experts(self) -> bool:
         return "{e}" in self.canonical
 
 
-def expressible(rows: tuple[Row, ...], naming: str, features: tuple[str, ...] = ()) -> bool:
-    """Whether a naming has words for a family's tensors: for those of every model, and of these features."""
+def _spellings(spelling: Spelling) -> tuple[Separate, ...]:
+    several = spelling if isinstance(spelling, tuple) else (spelling,)
+    return tuple(Separate(one) if isinstance(one, str) else one for one in several)
+
+
+def expressible(rows: tuple[Row, ...], naming: Naming, features: tuple[str, ...] = ()) -> bool:
+    """Whether a naming scheme has names for a family's tensors: for those of every model, and of these features."""
     always = (None, "dense", "moe", "untied", *features)
-    return all(row.spelling(naming) is not None for row in rows if row.when in always and row.stage != "mtp")
+    return all(row.spelling(naming) for row in rows if row.when in always and row.stage != "mtp")
 
 
 def expand(pattern: str) -> tuple[str, ...]:
@@ -176,24 +232,28 @@ def evaluate(shape: str, sizes: Mapping[str, int]) -> Shape:
     )
 
 
-def second_names(rows: tuple[Row, ...], naming: str) -> dict[str, str]:
-    """Names under which a naming has a tensor again -> its own name there."""
-    base = naming.partition("+")[0]
+def second_names(rows: tuple[Row, ...], naming: Naming) -> dict[str, str]:
+    """Names under which a naming scheme has a tensor again beside itself -> its own name there."""
     return {
-        alias: spelling if isinstance(spelling, str) else spelling.name
+        second: spelling.name
         for row in rows
-        for alias in row.aliases.get(base, ())
-        if (spelling := row.spelling(naming)) is not None
+        for copied in row.copied_with("itself")
+        for second in copied.names.get(naming.scheme, ())
+        for spelling in row.spelling(naming)
     }
 
 
 def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Shape]:
     """Every canonical tensor of a model with its shape, in model order."""
-    sizes, shapes = config.sizes(), {}
+    sizes, shapes = config.sizes(), dict[str, Shape]()
+    shaped: dict[Row, list[tuple[str, Shape]]] = {}
     for row, layer in _model_order(rows, config):
-        for expert in range(config.experts) if row.of_experts else (0,):
-            for name, shape in zip(expand(row.canonical), row.shapes, strict=True):
-                shapes[fill(name, layer, expert)] = evaluate(shape, sizes)
+        if row not in shaped:
+            evaluated = (evaluate(shape, sizes) for shape in row.shapes)
+            shaped[row] = list(zip(expand(row.canonical), evaluated, strict=True))
+        for expert in range(sizes["experts"]) if row.of_experts else (0,):
+            for name, shape in shaped[row]:
+                shapes[fill(name, layer, expert)] = shape
     return shapes
 
 
@@ -203,11 +263,12 @@ def fill(pattern: str, layer: int, expert: int | None) -> str:
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     for stage in STAGES:
+        staged = [row for row in rows if row.stage == stage]
         for _, layer in layers_of(stage, config, whole):
-            for row in rows:
-                if row.stage == stage and row.exists(config, config.layers - 1 if stage == "mtp" else layer):
+            for row in staged:
+                if row.exists(config, config.layer_count - 1 if stage == "mtp" else layer):
                     yield row, layer
 
 
@@ -220,7 +281,7 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     if stage == "layer":
         yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
     elif stage == "encoder":
-        together = range(config.encoder_layers if chunk.is_first else 0)
+        together = range(config.encoder.layers if chunk.is_first else 0)
         yield from enumerate(together if chunk.encoder is None else chunk.encoder)
     elif stage == "between":
         ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
@@ -228,6 +289,6 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     elif stage == "mtp":
         yield from ((layer, layer) for layer in range(config.mtp_layers) if chunk.is_last)
     elif stage == "last":
-        yield from [(config.layers, config.layers)] if chunk.is_last else []
+        yield from [(config.layer_count, config.layer_count)] if chunk.is_last else []
     else:
         yield from [(0, 0)] if chunk.is_first else []

@@ -10,58 +10,59 @@ Source: README_WEIGHTS.md of DeepSeek-V3; multi_token_prediction.py of megatron-
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Row, Spelling
+from megaconv.model.fields import changed
+from megaconv.model.table import Copied, Row
 
 _HF = "model.layers.{l}."
 _CORE = "mtp.layers.{l}."
-_NAMINGS = ("core", "core_local", "grouped", "legacy_grouped")
 
-_OWN = (
+_JOINT = (
     Row("mtp.{l}.{embed|hidden}_norm.weight", ("hidden", "hidden"), stage="mtp",
         hf=_HF + "{enorm|hnorm}.weight",
         core=_CORE + "{enorm|hnorm}.weight"),
     Row("mtp.{l}.join.weight", ("hidden 2*hidden",), tp=0, stage="mtp",
         hf=_HF + "eh_proj.weight",
         core=_CORE + "eh_proj.weight"),
+)  # fmt: skip
+_END = (
     Row("mtp.{l}.final_norm.weight", ("hidden",), stage="mtp",
         hf=_HF + "shared_head.norm.weight",
         core=_CORE + "final_layernorm.weight"),
 )  # fmt: skip
 _COPIES = {
-    "embed.weight": {
-        "hf": _HF + "embed_tokens.weight",
-        "core": "embedding.word_embeddings.weight",
-        "core_local": "embedding.word_embeddings.weight",
-    },
-    "head.weight": {"hf": _HF + "shared_head.head.weight"},
+    "embed.weight": Copied(
+        "mtp", {"hf": (_HF + "embed_tokens.weight",), "core": ("embedding.word_embeddings.weight",)}
+    ),
+    "head.weight": Copied("mtp", {"hf": (_HF + "shared_head.head.weight",)}),
 }
 
 
 def with_mtp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """A table, and what its models have of these layers: each is like the last ordinary one."""
-    copied = [replace(row, mtp_copy=_COPIES.get(row.canonical)) for row in rows]
-    return (*copied, *_OWN, *(_as_mtp(row) for row in rows if row.stage == "layer"))
+    """A table, and what its models have of these layers: each is like the last ordinary one. In Megatron they come before the head."""
+    copied = [
+        replace(row, copies=(*row.copies, _COPIES[row.canonical])) if row.canonical in _COPIES else row for row in rows
+    ]
+    layer = (_as_mtp(row) for row in rows if row.stage == "layer")
+    heads = [row for row in copied if row.canonical.startswith("head.")]
+    return (*(row for row in copied if row not in heads), *_JOINT, *layer, *_END, *heads)
 
 
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """transformers keeps what config.json says of these layers, and doesn't save them: those that Hugging Face's names have."""
-    first = f".layers.{config.layers}."
+    first = f".layers.{config.layer_count}."
     most = len(names) + 1 if any(first in name for name in names) else 0
-    return replace(config, mtp_layers=min(config.mtp_layers, most))
+    return changed(config, {"mtp_layers": min(config.mtp_layers, most)})
 
 
 def _as_mtp(row: Row) -> Row:
-    spelled: dict[str, Any] = {name: _renamed(getattr(row, name)) for name in _NAMINGS}
-    canonical = row.canonical.replace("layers.{l}.", "mtp.{l}.", 1)
-    return replace(row, canonical=canonical, stage="mtp", stacked=None, **spelled)
-
-
-def _renamed(spelling: Spelling | None) -> Spelling | None:
-    if spelling is None:
-        return None
-    name = spelling if isinstance(spelling, str) else spelling.name
-    name = name.replace("decoder.layers.{l}.", _CORE + "transformer_layer.", 1)
-    return name if isinstance(spelling, str) else replace(spelling, name=name)
+    names = {
+        key: tuple(
+            replace(one, name=one.name.replace("decoder.layers.{l}.", _CORE + "transformer_layer.", 1))
+            for one in spelled
+        )
+        for key, spelled in row.names.items()
+        if key != "hf_stacked"
+    }
+    return replace(row, canonical=row.canonical.replace("layers.{l}.", "mtp.{l}.", 1), stage="mtp", names=names)

@@ -2,12 +2,13 @@
 
 A native tensor as a single rank holds it becomes part of a global one: of its layer and its expert, where these are
 stacked. It is cut along the axis that tensor parallelism cuts, so that a rank reads no more than it needs: a fused [gate;
-up] into a piece of either for every rank, q, k, v into runs of whole groups.
+up] into a piece of either for every rank, q, k, v into runs of whole groups, or of rows where there are more ranks.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.engine.assembled import overlap
@@ -45,8 +46,7 @@ def cut(
     for run in row_runs:
         for col in range(0, cols, width):
             box = Box(run.start, run.stop, col, col + width)
-            vector = len(native.shape) == 1
-            offset, shape = ((run.start,), (len(run),)) if vector else ((run.start, col), (len(run), width))
+            offset, shape = _axes(native.shape, run, range(col, col + width))
             parts = {name: tuple(_inside(regions, box)) for name, regions in native.parts.items()}
             padding = range(min(max(0, filled - run.start), len(run)), len(run))
             yield PlannedChunk(
@@ -55,10 +55,21 @@ def cut(
             )  # fmt: skip
 
 
+def _axes(whole: Shape, rows: range, cols: range) -> tuple[Shape, Shape]:
+    """(offset, shape) of a rectangle in the axes of the tensor, those between the first and the last whole."""
+    if len(whole) == 1:
+        return (rows.start,), (len(rows),)
+    inner = whole[1:-1]
+    return (
+        (rows.start // prod(inner), *(0,) * len(inner), cols.start),
+        (len(rows) // prod(inner), *inner, len(cols)),
+    )
+
+
 def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
-    """Runs of rows that belong to one rank, which has an equal share of every part."""
+    """Runs of rows that belong to one rank, which has an equal share of every part: of the rows, where it can't have whole groups."""
     rows, _ = matrix_shape(native.shape)
-    if len(native.parts) == 1:
+    if len(native.parts) == 1 or (native.groups is not None and ranks > native.groups):
         step = rows // ranks
         return [range(start, start + step) for start in range(0, rows, step)]
     owners: dict[int, int] = {}
@@ -81,4 +92,4 @@ def _inside(regions: tuple[Region, ...], box: Box) -> Iterator[Region]:
         if found is not None:
             down, right = region.box.row0 - region.row, region.box.col0 - region.col
             canonical = Box(found.row0 + down, found.row1 + down, found.col0 + right, found.col1 + right)
-            yield replace(region, box=canonical, row=found.row0 - box.row0, col=found.col0 - box.col0)
+            yield region._replace(box=canonical, row=found.row0 - box.row0, col=found.col0 - box.col0)

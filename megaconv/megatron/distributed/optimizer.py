@@ -28,15 +28,17 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Placed
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
-from megaconv.megatron.arguments.param_groups import class_of, group_class, read_group
+from megaconv.megatron.arguments.param_groups import WITHOUT, Class, by_class, class_of, is_expert, read_group
 from megaconv.megatron.distributed.keys import unstack
-from megaconv.megatron.optimizer.rank import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.optimizer.plan import once
+from megaconv.megatron.optimizer.rank import Parameter, RankOptimizer, number, parts, read, step_of
 from megaconv.megatron.optimizer.source import Optimizers
-from megaconv.megatron.states.names import BUFFERS, module_order
+from megaconv.megatron.states.names import BUFFERS, core_order
 from megaconv.megatron.states.ranks import RankId
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import Naming, core_naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
 
@@ -44,6 +46,7 @@ _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
 _KEPT = "|".join((*ADAM, *SGD))
 _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|{_KEPT})\.(.+)")
 _FSDP_STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(.+)\.({_KEPT})")
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
 _BUCKET = re.compile(
     r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -156,7 +159,14 @@ class DistOptimizer:
             result.group_steps |= {step for step in (step_of(self._common_optimizer()),) if step is not None}
             groups = self._groups()
             result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
-            known = {group_class(group): group for group in (read_group(group, groups) for group in groups)}
+            known = {
+                experts: by_class(
+                    [read_group(group, groups) for group in groups if bool(group.get("is_expert_parallel")) == experts],
+                    self.args,
+                    self.where,
+                )
+                for experts in (False, True)
+            }
             result.grad_scaler = self._scaler()
             for name, weight in weights.items():
                 if not name.endswith(BUFFERS) and name not in aliases:
@@ -190,9 +200,11 @@ class DistOptimizer:
                 )
         return found
 
-    def _group_of(self, name: str, weight: LazyTensor, known: Mapping[Any, ParamGroup]) -> ParamGroup:
-        decoupled = any(group.decoupled_lr for group in known.values())
-        group = known.get(class_of(name, weight.shape, decoupled=decoupled))
+    def _group_of(self, name: str, weight: LazyTensor, known: Mapping[bool, Mapping[Class, ParamGroup]]) -> ParamGroup:
+        """known: groups of experts that have an optimizer of their own, and all others."""
+        theirs = known[True] if is_expert(name) and known[True] else known[False]
+        decoupled = any(kind.decoupled for kind in theirs)
+        group = theirs.get(class_of(name, weight.shape, decoupled=decoupled))
         if group is None:
             raise TensorMismatch(f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}")
         return group
@@ -222,9 +234,7 @@ class DistOptimizer:
                 by_parameter.setdefault(found[1], []).append((found[2], name))
         seen = set()
         for members in by_parameter.values():
-            identity = {
-                setting: name for setting, name in members if setting in ("wd_mult", "lr_mult", "is_decoupled_lr")
-            }
+            identity = {setting: name for setting, name in members if setting in _GROUP_IDENTITY}
             kind = tuple(self.directory.read_object(name) for name in identity.values())
             if kind not in seen:
                 seen.add(kind)
@@ -263,13 +273,13 @@ class DistOptimizer:
                     made.append(Placed(native, tensor, where, result.slots[key], result.group_of[key]))
         return Optimizers(by_rank), made
 
-    def _naming(self, config: ModelConfig) -> str:
+    def _naming(self, config: ModelConfig) -> Naming:
         engine = getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
-        naming = "core" if engine else "core_local"
-        if config.experts and getattr(self.args, "moe_grouped_gemm", False):
+        experts = ""
+        if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
             legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
-            naming += "+legacy_grouped" if legacy else "+grouped"
-        return naming
+            experts = "legacy_grouped" if legacy else "grouped"
+        return core_naming("transformer_engine" if engine else "local", experts)
 
     def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
         """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""
@@ -323,7 +333,7 @@ class _Ranks:
     config: ModelConfig
     layout: Layout
     padded: int
-    naming: str
+    naming: Naming
     dtypes: Mapping[str, str]
     """Of weights, by canonical name."""
 
@@ -337,7 +347,7 @@ class _Ranks:
         """Parameters in the order of the modules."""
         rows = family(self.config.family).rows
         tied = self.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {row.canonical for row in rows if row.tied_copy and tied}
+        embeddings = {row.canonical for row in rows if tied and any(row.copied_with("head"))}
         found = []
         for chunk in self.layout.chunks():
             if chunk.pp_rank != rank.pp:
@@ -354,6 +364,7 @@ class _Ranks:
         kept = [
             native
             for native in natives
-            if not (native.tied_copy and chunk.is_first) and not native.name.endswith(BUFFERS)
+            if (native.copy is None or native.copy.written) and not native.name.endswith(BUFFERS)
         ]
-        return sorted(kept, key=lambda native: module_order(native.name))
+        order = core_order(rows, self.naming)
+        return once(sorted(kept, key=lambda native: order(native.name)))

@@ -13,18 +13,20 @@ from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.distributed.chunks import PlannedChunk, cut
 from megaconv.megatron.distributed.keys import stack
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.optimizer.training_output import carry
-from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.names import extra_states
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
-from megaconv.model.natives import NativeTensor, Region, native_tensors, rank_sizes
+from megaconv.model.naming import CORE, CORE_LOCAL
+from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 
 
@@ -35,7 +37,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
             f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
             "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
         )
-    rank_sizes(header.config, layout)
+    rank_sizes(header.config, layout, shares_heads=True)
     arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
     backend = options.ckpt_format
     arguments.ckpt_format, arguments.use_dist_ckpt, arguments.dist_ckpt_format = backend, True, backend
@@ -84,22 +86,22 @@ class GlobalModel:
     @classmethod
     def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
-        whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+        whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
         # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
-        naming, renamed = ("core_local", False) if local and config.kv_rank else ("core", local)
+        naming, renamed = (CORE_LOCAL, False) if local and config.latent.kv_rank else (CORE, local)
         natives = [
             native
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
-            if not native.tied_copy or native.alias
+            if native.copy is None or native.copy.written
         ]
-        stacked = config.moe_layers is None
+        stacked = not (config.experts.count and config.layers_with("dense"))
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in natives:
             key, place = stack(native.name, layers=stacked, local=renamed)
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
-            slots = () if native.alias else optimizer.tensors(native)
+            slots = () if native.copy else optimizer.tensors(native)
             for prefix, slot in (("", WEIGHT), *slots):
                 chunks += cut(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)

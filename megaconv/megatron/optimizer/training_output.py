@@ -9,8 +9,8 @@ from formats.pickle_records import NumpyArray
 from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
+from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.optimizer.plan import OptimizerWriter
-from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.training import ADAM, TrainingState
@@ -76,7 +76,7 @@ def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool)
         return Carried(training)
     if layout.encoder_stage_layers and distributed:
         raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
-    several = layout.ep > 1 and header.config.experts > 0
+    several = layout.ep > 1 and header.config.experts.count > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
     if distributed and writer.moments != ADAM:

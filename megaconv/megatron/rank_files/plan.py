@@ -11,32 +11,32 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
-from megaconv.megatron.optimizer.plan import Parameter, Piece
+from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.training_output import Carried, carry
+from megaconv.megatron.states.order import ModuleOrder
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
+from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
-from megaconv.options import LOSSES, SaveOptions
+from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
-
-NameOrder = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ModelStyle:
     """How a kind of Megatron model is written."""
 
-    naming: str
-    order: Callable[[str], NameOrder]
+    naming: Naming
+    order: ModuleOrder
     """Sorts names as the model's own state_dict lists them."""
     extra_states: Callable[[Collection[str]], Mapping[str, bool]]
     """The `_extra_state` entries that go with these names -> whether each is an empty tensor (else None)."""
@@ -48,20 +48,18 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     """Raises UsageError for what isn't known. formats: those that the saver can write."""
     if options.ckpt_format not in formats:
         raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
-    for word in options.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(
-                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
-            )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
 
-def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions) -> Layout:
-    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
-    source = source or Layout(stage_layers=(config.layers,))
+def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True) -> Layout:
+    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits.
+
+    Raises LayoutError; uneven: whether the output could have stages of different sizes, so that these are proposed.
+    """
+    source = source or Layout(stage_layers=(config.layer_count,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
-    if config.encoder_layers:
+    if config.encoder.layers:
         return _choose_stacks(config, source, tp, pp, options)
     if options.split.split_rank is not None:
         raise LayoutError(
@@ -72,9 +70,19 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
         vpp = listed // pp  # Megatron counts virtual stages off the list too
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
-    stages = source.stage_layers if keep else split_layers(config.layers, pp, vpp, options.split)
+    stages = source.stage_layers if keep else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
     ep, etp = _expert_sizes(config, source, tp, options)
     return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _split(layers: int, pp: int, vpp: int, split: LayerSplit, *, uneven: bool) -> tuple[int, ...]:
+    try:
+        return split_layers(layers, pp, vpp, split)
+    except LayoutError as error:
+        ways = uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
+        if not ways:
+            raise
+        raise LayoutError(f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code) from None
 
 
 def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
@@ -83,9 +91,9 @@ def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, option
     if split_rank is None:
         split_rank = source.split_rank if pp == source.pp else 0
     ep, etp = _expert_sizes(config, source, tp, options)
-    stacks = f"{config.encoder_layers} layers of an encoder and {config.layers} of a decoder"
+    stacks = f"{config.encoder.layers} layers of an encoder and {config.layer_count} of a decoder"
     if pp == 1 and not split_rank:
-        return Layout(tp, 1, 1, ep, etp, split_layers(config.layers, 1, options.vpp or 1, options.split))
+        return Layout(tp, 1, 1, ep, etp, split_layers(config.layer_count, 1, options.vpp or 1, options.split))
     if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
         raise LayoutError(
             f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
@@ -95,13 +103,13 @@ def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, option
             f"pp = {pp}: the model has {stacks}, each on stages of its own; say how many of the {pp} stages are the encoder's with "
             "--pipeline-model-parallel-split-rank"
         )
-    encoder, stages = split_stacks(config.encoder_layers, config.layers, pp, split_rank)
+    encoder, stages = split_stacks(config.encoder.layers, config.layer_count, pp, split_rank)
     return Layout(tp, pp, 1, ep, etp, stages, encoder)
 
 
 def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
     """(ep, etp). Expert tensor parallel size follows tensor parallel size unless it is asked for."""
-    if not config.experts:
+    if not config.experts.count:
         if (options.ep or 1) > 1 or (options.etp or 1) not in (1, tp):
             raise LayoutError(
                 f"expert parallel sizes ep = {options.ep}, etp = {options.etp}: this model has no experts; leave them out"
@@ -109,7 +117,7 @@ def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOpt
         return 1, 1
     ep = options.ep or source.ep
     etp = options.etp or (source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp)
-    if config.mlp_bias:
+    if config.mlp.bias:
         etp = options.etp or 1
         if etp > 1 or ep < tp:
             raise LayoutError(
@@ -158,24 +166,13 @@ def iteration_of(header: Header, options: SaveOptions) -> int | None:
     return None if options.release or header.training.release else header.training.iteration or 1
 
 
-def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
-    """Raises NotExpressible where the parts are of several."""
-    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
-    if len(dtypes) > 1:
-        raise NotExpressible(
-            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
-        )
-    return dtypes.pop()
-
-
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
     files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
     # A mixture that only Megatron knows has no config.json: its args say all there is to say.
     with suppress(NotExpressible):
-        written = family(config.family).write_hf(config)
-        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json(config, written))
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
@@ -229,11 +226,13 @@ class _Planner:
         if writer is None:
             return None
         tied = self.header.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {row.canonical for row in family(self.header.config.family).rows if row.tied_copy and tied}
+        embeddings = {
+            row.canonical for row in family(self.header.config.family).rows if tied and any(row.copied_with("head"))
+        }
         parameters = [
             Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
             for model, natives in models.items()
-            for native in _once(natives)
+            for native in once(natives)
             if writer.trains(native)
         ]
         if not self.options.distributed_optimizer:
@@ -244,7 +243,7 @@ class _Planner:
     def _ranks(self) -> Iterator[tuple[int, int]]:
         """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
         tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
-        if not self.header.config.experts:
+        if not self.header.config.experts.count:
             yield from ((tp_rank, 0) for tp_rank in range(tp))
         elif etp == tp:
             yield from ((tp_rank, ep_rank) for tp_rank in range(tp) for ep_rank in range(ep))
@@ -258,8 +257,7 @@ class _Planner:
         config, naming = self.header.config, self.style.naming
         rows = family(config.family).rows
         natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
-        # A tied head is stored a second time only where the embedding is on another stage.
-        kept = [n for n in natives if n.alias or n.mtp_copy or not (n.tied_copy and chunk.embeds)]
+        kept = [native for native in natives if native.copy is None or native.copy.written]
         return sorted(kept, key=lambda native: self.style.order(native.name))
 
     def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,11 +298,3 @@ class _Planner:
             placements.setdefault(Key(name, piece.slot), []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
             zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))
-
-
-def _once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
-    """Without second names: a model's parameters list such a tensor where its first name comes."""
-    first: dict[tuple[str, ...], NativeTensor] = {}
-    for native in natives:
-        first.setdefault(tuple(native.parts), native)
-    return list(first.values())

@@ -15,22 +15,21 @@ own for the same rows. Source: megatron/legacy/model of Megatron-LM.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from typing import Any
 
-from megaconv.megatron.states.names import EXTRA_STATE, module_order
+from megaconv.megatron.states.names import EXTRA_STATE
+from megaconv.megatron.states.order import Exceptions, ModuleOrder
+from megaconv.model.naming import LEGACY
+from megaconv.model.table import Row
 
 MODEL = "language_model"
 _BLOCK = "encoder"
 _DEEPEST = 4
 """Dictionaries inside each other."""
 
-_ORDER = (
-    MODEL, "lm_head", "binary_head", "word_embeddings_for_head", "embedding", _BLOCK, "decoder", "pooler", "output_layer",
-    "layers", "final_norm", "word_embeddings", "position_embeddings", "tokentype_embeddings",
-    "input_norm", "self_attention", "post_attention_norm", "inter_attention", "post_inter_attention_norm", "mlp",
-    "weight", "bias", "_extra_state",
-    "query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "norm",
-)  # fmt: skip
+_EXCEPTIONS = Exceptions(last={MODEL: ("output_layer",)})
+"""A head is made after BERT's pooler."""
 _FLAT = (_BLOCK, "decoder", "pooler", "lm_head")
 """Inside these nothing nests."""
 _LINEAR = ("query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
@@ -85,9 +84,10 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def legacy_order(name: str) -> tuple[tuple[int, int], ...]:
+@cache
+def legacy_order(rows: tuple[Row, ...]) -> ModuleOrder:
     """Sorts names as a model's own state_dict lists them."""
-    return module_order(name, _ORDER)
+    return ModuleOrder(rows, LEGACY, _EXCEPTIONS)
 
 
 def legacy_extra_states(names: Collection[str]) -> dict[str, bool]:

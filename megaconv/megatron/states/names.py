@@ -1,6 +1,11 @@
 """Names in Megatron core's state dictionaries that are no parameters, and the order in which its modules come."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import cache
+
+from megaconv.megatron.states.order import Exceptions, ModuleOrder
+from megaconv.model.naming import Naming, core_naming
+from megaconv.model.table import Row
 
 EXTRA_STATE = "._extra_state"
 """Transformer Engine's FP8 bookkeeping; every linear layer has an entry, empty without FP8."""
@@ -9,49 +14,36 @@ NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
 BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
 """How tensors of a model end that no optimizer trains."""
 
-_ORDER = (
-    "embedding", "word_embeddings", "position_embeddings", "tokentype_embeddings",
-    "encoder_relative_pos_emb", "decoder_relative_pos_emb", "relative_attention_bias",
-    "encoder", "decoder", "mtp", "lm_head", "output_layer", "binary_head", "pooler", "dense", "layer_norm", "layers",
-    "enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm",
-    "input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm", "mlp",
-    "core_attention", "softmax_offset",
-    "linear_proj", "linear_q", "linear_kv", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
-    "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm",
-    "router", "gate_weight", "linear_fc1", "linear_fc2", "experts", "local_experts", "shared_experts",
-    "layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "_extra_state",
-)  # fmt: skip
-"""Modules and their members as they come in a model's own state_dict; no two that meet are the wrong way round."""
+_EXCEPTIONS = Exceptions(
+    # Attention makes what is common to all its kinds first; norms of heads and of latent vectors come last.
+    first=dict.fromkeys(("self_attention", "cross_attention"), ("core_attention", "linear_proj")),
+    last={"self_attention": ("q_layernorm", "k_layernorm", "kv_layernorm")},
+)
 
 
-def naming_of(names: Collection[str]) -> str:
-    """`core` for Transformer Engine's names, `core_local` for those of Megatron's own layers; and how experts are stored."""
+@cache
+def core_order(rows: tuple[Row, ...], naming: Naming) -> ModuleOrder:
+    """Sorts names as a core model's own state_dict lists them."""
+    return ModuleOrder(rows, naming, _EXCEPTIONS)
+
+
+def naming_of(names: Collection[str]) -> Naming:
+    """Whose layers a core model is built of, and how its experts are stored."""
     fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")
-    base = "core" if any(name.endswith(fused) for name in names) else "core_local"
+    impl = "transformer_engine" if any(name.endswith(fused) for name in names) else "local"
+    experts = ""
     if any(name.endswith(".experts.weight1") for name in names):
-        return base + "+legacy_grouped"
-    return base + ("+grouped" if any(name.endswith(".experts.linear_fc1.weight0") for name in names) else "")
+        experts = "legacy_grouped"
+    elif any(name.endswith(".experts.linear_fc1.weight0") for name in names):
+        experts = "grouped"
+    return core_naming(impl, experts)
 
 
-def describe_naming(naming: str) -> str:
+def describe_naming(naming: Naming) -> str:
     """`Transformer Engine names, grouped experts`."""
-    base, _, experts = naming.partition("+")
-    engine = "Transformer Engine" if base == "core" else "local"
-    return f"{engine} names" + (f", {experts.replace('_', ' ')} experts" if experts else "")
-
-
-def module_order(name: str, words: Sequence[str] = _ORDER) -> tuple[tuple[int, int], ...]:
-    """Sorts names as a model's own state_dict lists them; optimizer state is numbered by this order."""
-    return tuple(_word_order(word, words) for word in name.split("."))
-
-
-def _word_order(word: str, words: Sequence[str]) -> tuple[int, int]:
-    if word.isdigit():
-        return 0, int(word)
-    if word in words:
-        return words.index(word), 0
-    bare = word.rstrip("0123456789")  # grouped experts: weight0, bias0, weight1, bias1 ...
-    return words.index("weight"), 2 * int(word[len(bare) :]) + (bare == "bias")
+    engine = "local" if "local" in naming.variants else "Transformer Engine"
+    experts = [variant.replace("_", " ") for variant in naming.variants if variant != "local"]
+    return f"{engine} names" + (f", {experts[0]} experts" if experts else "")
 
 
 _NORMS = tuple(
@@ -66,7 +58,7 @@ _NORMS = tuple(
 
 def extra_states(names: Collection[str]) -> dict[str, bool]:
     """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None)."""
-    engine = naming_of(names).startswith("core+") or naming_of(names) == "core"
+    engine = "local" not in naming_of(names).variants
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".linear_" in name or ".eh_proj." in name)
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:

@@ -1,0 +1,49 @@
+"""How a command that fails ends: one line on stderr, an exit status, and with --json a document on stdout."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from megaconv.errors import CODES, CheckpointError, Interrupted, is_interruption
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Errors that a user can act on end the process here; others are ours, and come through with their traceback."""
+    try:
+        yield
+    except CheckpointError as error:
+        say(f"megaconv: error: {error}")
+        _end(error.code, str(error))
+    except (Interrupted, RuntimeError) as error:
+        if not is_interruption(error):
+            raise
+        hint = (str(error) if isinstance(error, Interrupted) else "") or "nothing was left behind"
+        say(f"megaconv: interrupted; {hint}")
+        _end("interrupted", f"interrupted; {hint}")
+    except BrokenPipeError:  # nobody reads any more
+        sys.exit(1)
+    except OSError as error:
+        say(f"megaconv: error: {error}")
+        _end("system-error", str(error))
+    except Exception as error:
+        usage: Any = error
+        if not hasattr(usage, "format_message"):
+            raise
+        usage.show()  # Typer's own: an option that is not known, or has no such value
+        _end("wrong-usage", usage.format_message())
+
+
+def say(text: str) -> None:
+    """A line on stderr, for whoever still reads it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _end(code: str, message: str) -> NoReturn:
+    status = CODES[code].exit_status
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": {"code": code, "message": message, "exit_status": status}}, indent=1))
+    sys.exit(status)

@@ -1,0 +1,105 @@
+"""The order of modules in a Megatron model's own state_dict, by which files list parameters and number optimizer state.
+
+It follows from the table: a module comes where the first row that names it, or something in it, comes. In every module its
+own parameters stand before those of the modules in it, as torch lists them. Where Megatron makes modules in another order
+than a model computes with them, `Exceptions` say so.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megaconv.errors import TensorMismatch
+from megaconv.model.naming import Naming
+from megaconv.model.table import Row, expand
+
+NameOrder = tuple[tuple[int, int, int], ...]
+Order = Callable[[str], NameOrder]
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+_BEHIND = 1 << 20
+"""Behind all words of a table."""
+
+
+@dataclass(frozen=True)
+class Exceptions:
+    """Modules, by that which they lie in, that come before or after all others there. They may have no parameters."""
+
+    first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    last: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def place(self, parent: str, word: str) -> tuple[int, int] | None:
+        for side, listed in ((0, self.first.get(parent, ())), (2, self.last.get(parent, ()))):
+            if word in listed:
+                return side, listed.index(word)
+        return None
+
+
+class _Module(NamedTuple):
+    """One word of names, and the words that follow it; a parameter has none."""
+
+    words: dict[str, "_Module"]
+
+
+@dataclass(frozen=True)
+class ModuleOrder:
+    """Sorts the names of one family in one naming scheme, as a key for sorted(). Raises TensorMismatch for unknown names."""
+
+    rows: tuple[Row, ...]
+    naming: Naming
+    exceptions: Exceptions
+    _known: dict[str, NameOrder] = field(default_factory=dict)
+    _root: _Module = field(default_factory=lambda: _Module({}))
+
+    def __post_init__(self) -> None:
+        for name in self._names():
+            module = self._root
+            for word in name.split("."):
+                module = module.words.setdefault(word, _Module({}))
+
+    def __call__(self, name: str) -> NameOrder:
+        if name not in self._known:
+            self._known[name] = tuple(self._places(name))
+        return self._known[name]
+
+    def _names(self) -> Iterator[str]:
+        """Every name that the table has, in its order; second ones where the first ones are not enough."""
+        for row in self.rows:
+            for spelling in row.spelling(self.naming):
+                yield from expand(spelling.name)
+            yield from _copies(row, self.naming, "itself")
+        for row in self.rows:
+            for place in ("head", "mtp"):
+                yield from _copies(row, self.naming, place)
+
+    def _places(self, name: str) -> Iterator[tuple[int, int, int]]:
+        module, parent = self._root, ""
+        *path, parameter = name.split(".")
+        for word in path:
+            if word.isdigit():  # of a layer, or of an expert
+                yield 1, 0, int(word)
+                module = module.words.get("{l}") or module.words.get("{e}") or _Module({})
+                continue
+            exception = self.exceptions.place(parent, word)
+            if exception is None and word not in module.words:
+                raise TensorMismatch(f"{name}: no row of the table names the module {word}, so its place is unknown")
+            yield 1, *(exception or (1, list(module.words).index(word)))
+            module, parent = module.words.get(word, _Module({})), word
+        yield self._place_of_parameter(module, parameter, name)
+
+    def _place_of_parameter(self, module: _Module, word: str, name: str) -> tuple[int, int, int]:
+        words = list(module.words)
+        if word == "_extra_state":
+            return 0, _BEHIND, 0
+        if word in module.words:
+            return 0, words.index(word), 0
+        numbered = _NUMBERED.fullmatch(word)
+        if numbered and f"{numbered[1]}{{e}}" in module.words:
+            # A grouped layer has weight0, bias0, weight1, bias1 ...
+            return 0, int(numbered[2]), words.index(f"{numbered[1]}{{e}}")
+        raise TensorMismatch(f"{name}: no row of the table names {word}, so its place in the model is unknown")
+
+
+def _copies(row: Row, naming: Naming, place: str) -> Iterator[str]:
+    return (name for copied in row.copied_with(place) for name in copied.names.get(naming.scheme, ()))

@@ -1,0 +1,64 @@
+"""The sizes of a model that parallelism shards, and what a rank has of them."""
+
+from typing import NamedTuple
+
+from megaconv.errors import LayoutError
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout, divide
+
+
+class Sharded(NamedTuple):
+    """A size that a kind of parallelism divides."""
+
+    size: str
+    over: str
+    """`tp` (tensor), `etp` (expert tensor) or `ep` (expert parallelism)."""
+    when: str | None = None
+    """The feature that some layer has to have for any tensor to be of this size."""
+    share: str | None = None
+    """What a rank's share is called where shapes need the whole size too."""
+
+
+SHARDED = (
+    Sharded("heads", "tp"),
+    Sharded("kv_heads", "tp"),
+    Sharded("ffn", "tp", when="dense"),
+    Sharded("shared_ffn", "tp"),
+    Sharded("moe_ffn", "etp", when="moe"),
+    Sharded("experts", "ep", when="moe", share="local_experts"),
+)
+"""A new size that parallelism shards is a new line here."""
+
+RANKS = {
+    "tp": "tensor parallel size (tp)",
+    "etp": "expert tensor parallel size (etp)",
+    "ep": "expert parallel size (ep)",
+}
+"""For messages."""
+
+
+def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = False) -> dict[str, int]:
+    """The sizes of one rank's share. Raises LayoutError for what can't be sharded.
+
+    shares_heads: whether several tensor ranks may share a key/value head, as Megatron core's do where there are more ranks
+    than such heads; each then attends with one.
+    """
+    whole, parallel = config.sizes(), layout.sizes()
+    sizes = dict(whole)
+    for size, over, when, share in SHARDED:
+        if when is None or any(config.has(when, layer) for layer in range(config.layer_count)):
+            if size == "kv_heads" and layout.tp > whole[size]:
+                sizes[size] = _shared_head(whole[size], layout.tp, allowed=shares_heads)
+            else:
+                sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
+    return sizes
+
+
+def _shared_head(kv_heads: int, tp: int, *, allowed: bool) -> int:
+    """Source: TransformerConfig.__post_init__ and Attention of megatron-core 0.16.1; 0.15.3 refuses such a model."""
+    found = f"kv_heads = {kv_heads} can't be divided over {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}"
+    if not allowed:
+        raise LayoutError(f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head)")
+    if tp % kv_heads:
+        raise LayoutError(f"{found}, or a multiple of it")
+    return 1
