@@ -53,6 +53,15 @@ _HARMLESS = {
 }  # fmt: skip
 """Classes of the standard library that may become Opaque records."""
 
+_ORDINARY = re.compile(
+    r"""torch\.(device|Generator|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
+    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh))\.([a-z_]\w*\.)*_?[A-Z]\w*
+    |numpy\.random\._pickle\.__\w+_ctor|numpy\.random\.([a-z_]\w*\.)*[A-Z]\w*|numpy\.dtypes\.\w+|numpy\.ma\.core\._mareconstruct
+    |torch\.distributed\.checkpoint\.metadata\._MEM_FORMAT_ENCODING""",
+    re.VERBOSE,
+)
+"""What checkpoints have of torch and numpy: functions by name, classes of some modules."""
+
 _DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d+\w*")
 _NUMPY_CODE = re.compile(r"[?b]|b1|[iu][1248]|f[248]|c(8|16)|[SUV]\d{1,4}")
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "_io": "io", "pathlib._local": "pathlib"}
@@ -99,6 +108,12 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
         return Opaque(*key, args)
     what = f"{function.module}.{function.name}"
     raise UnsafeCallError(f"asks to call {what}; this is not a checkpoint but a program, nothing was executed")
+
+
+def is_unusual(record: Opaque) -> bool:
+    """Whether an object is made by something of torch or numpy that no checkpoint is known to need: it may be meant to run code."""
+    name = f"{record.module}.{record.name}"
+    return name.startswith(("torch.", "numpy.")) and _ORDINARY.fullmatch(name) is None
 
 
 def build(target: object, state: object) -> None:

@@ -1,5 +1,6 @@
 """Reads pickles without running anything in them, into plain values and inert records."""
 
+import logging
 import struct
 from argparse import Namespace
 from collections.abc import Collection
@@ -14,6 +15,8 @@ from formats.pickle_records import Global, NumpyArray, NumpyDtype, Opaque, Stora
 __all__ = [
     "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "load", "load_at",
 ]  # fmt: skip
+
+_log = logging.getLogger("megaconv")
 
 LIMIT_DEPTH = 100
 """Containers within containers."""
@@ -37,7 +40,8 @@ def load(
     The result can be walked by recursion: lists, tuples, dicts and namespaces are at most LIMIT_DEPTH deep and hold no
     cycles (what is in an Opaque may).
 
-    Raises CorruptCheckpoint for bytes that are no pickle, and UnsafeContent for a pickle that asks to run code.
+    Raises CorruptCheckpoint for bytes that are no pickle, and UnsafeContent for a pickle that asks to run code. What it asks for under
+    torch's or numpy's names becomes Opaque; a warning names what no checkpoint is known to need.
     """
     value, end = load_at(data, 0, persistent, source, tensor)
     if end != len(data):
@@ -60,6 +64,12 @@ def load_at(
         raise CorruptCheckpoint(
             f"{source}: a broken pickle near byte {machine.position}: {reason}; copy or save the file again"
         ) from error
+    for name in sorted(machine.unusual):
+        _log.warning(
+            "%s: asks to call %s, which no checkpoint needs; it was not called, and what it should make is left out",
+            source,
+            name,
+        )
     return value, machine.position
 
 

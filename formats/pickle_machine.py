@@ -9,7 +9,7 @@ from mmap import mmap
 from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
-from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key
+from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
@@ -28,6 +28,8 @@ class Machine:
         self.below: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.copied = self.made = 0
+        self.unusual: set[str] = set()
+        """What was asked for under torch's or numpy's names and is no part of any checkpoint."""
 
     def take(self, count: int) -> bytes:
         start, self.position = self.position, self.position + count
@@ -65,7 +67,10 @@ class Machine:
             raise MalformedError("a call without a tuple of arguments")
         self.count_copies(args)
         self.make()
-        self.stack.append(call(function, args, self.tensor))
+        made = call(function, args, self.tensor)
+        if type(made) is Opaque and is_unusual(made):
+            self.unusual.add(f"{made.module}.{made.name}")
+        self.stack.append(made)
 
     def build(self, target: object, state: object) -> None:
         self.count_copies((state,))

@@ -41,6 +41,11 @@ def iteration_directory(iteration: int | None) -> str:
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
+def is_version(name: str) -> bool:
+    """Whether a directory is called as one iteration is."""
+    return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
+
+
 def rank_directory(tp_rank: int, pp_rank: int, ep_rank: int, pp: int, ep: int) -> str:
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
@@ -66,11 +71,7 @@ def find_version(path: Path) -> Path | None:
         return version
     if _rank_directories(path):
         return path
-    versions = [
-        entry
-        for entry in path.iterdir()
-        if entry.is_dir() and (entry.name == RELEASE or re.fullmatch(r"iter_\d{7,}", entry.name))
-    ]
+    versions = [entry for entry in path.iterdir() if entry.is_dir() and is_version(entry.name)]
     return versions[0] if len(versions) == 1 else None
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.ceilings import AXES, AXIS
+from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import open_regular, regular_size
 
@@ -175,6 +176,8 @@ class FileTensor:
     offset: int
     shape: Shape
     dtype: str
+    check: EntryCheck | None = field(default=None, compare=False, repr=False)
+    """Of the zip entry that it lies in, where that has a checksum."""
 
     def __post_init__(self) -> None:
         if (
@@ -193,12 +196,12 @@ class FileTensor:
         _, cols = matrix_shape(self.shape)
         start = self.offset + (box.row0 * cols + box.col0) * itemsize
         if box.cols == cols or box.rows == 1:
-            if out.flags.c_contiguous:
-                self.file.read_into(start, out)
-                return
-            whole = np.empty(out.shape, np.uint8)
+            whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
             self.file.read_into(start, whole)
-            np.copyto(out, whole)
+            if self.check is not None:
+                self.check.add(start, whole)
+            if whole is not out:
+                np.copyto(out, whole)
             return
         for row in range(box.rows):
             self.file.read_into(start + row * cols * itemsize, out[row])

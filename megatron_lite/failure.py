@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UnknownFamily, UsageError
+from megaconv.terminal import show
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -114,4 +115,5 @@ def _first(store: "Store") -> bool:
 
 
 def _print(text: str) -> None:
-    print(f"megatron_lite: error: {text}", file=sys.stderr, flush=True)
+    show(f"megatron_lite: error: {text}", sys.stderr)
+    sys.stderr.flush()

@@ -16,6 +16,13 @@ Examples:
 
 
 Input = Annotated[str, typer.Argument(help="A checkpoint, or a Hub id such as hf://org/name@revision.", metavar="PATH")]
+CheckSource = Annotated[
+    bool,
+    typer.Option(
+        "--check-source/--no-check-source",
+        help="Whether an input that has a megaconv.json has to be what that says (exit status 3 otherwise).",
+    ),
+]
 LoadDir = Annotated[
     str,
     typer.Option(

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from megaconv.errors import CODES, CheckpointError, Interrupted, is_interruption
+from megaconv.terminal import show
 
 
 @contextmanager
@@ -39,7 +40,8 @@ def errors_told() -> Iterator[None]:
 def say(text: str) -> None:
     """A line on stderr, for whoever still reads it."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        show(text, sys.stderr)
+        sys.stderr.flush()
 
 
 def _end(code: str, message: str) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any
 from formats.signals import ENDING
 from megaconv.commands.endings import errors_told, say
 from megaconv.errors import Interrupted
+from megaconv.terminal import log_to_stderr
 
 _AGAIN_SECONDS = 0.01
 
@@ -50,8 +51,6 @@ def _flushed() -> bool:
 
 
 def _prepare() -> None:
-    import logging
-
     for number in range(3):
         try:
             os.fstat(number)
@@ -60,8 +59,7 @@ def _prepare() -> None:
     for name in ("stdout", "stderr"):  # without a stderr print() would take stdout in its place
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
-    logging.addLevelName(logging.WARNING, "warning")
-    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    log_to_stderr("megaconv")
     for signum in (*ENDING, signal.SIGALRM):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
             signal.signal(signum, _interrupt)

@@ -20,6 +20,7 @@ from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.engine.ranks import ALONE, Ranks
+from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
@@ -30,8 +31,6 @@ from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-RECORD_NAME = "megaconv.json"
-"""In every output: where it came from, and its fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,8 @@ class ConvertOptions:
     verify: bool = False
     resume: bool = False
     overwrite: bool = False
+    check_source: bool = True
+    """Whether a source that has a megaconv.json has to be what that says."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
 
@@ -73,12 +74,14 @@ class Report:
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
+    check: SourceCheck = field(default_factory=SourceCheck, repr=False)
+    """What the source's own record says."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        return (*((LEFT_OUT,) if left_out else ()), *self.plan.notices)
+        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -155,6 +158,7 @@ def prepare(
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
     source, extra = open_input(load_dir, saver, options)
+    written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
@@ -163,11 +167,15 @@ def prepare(
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
+    check = SourceCheck()
+    if options.check_source:
+        told = options.load.config is not None or options.load.true_vocab_size is not None
+        check = check_source(resolve(str(load_dir)), written, source.header.manifest, other_shapes=told)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
-    size = len(_record(str(load_dir), saver, source.header, blank))
-    return source, Report(source.header, plan, Path(save_dir), memory, size)
+    size = len(record_json(str(load_dir), saver, source.header, plan, blank))
+    return source, Report(source.header, plan, Path(save_dir), memory, size, check=check)
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
@@ -244,6 +252,8 @@ def _convert(
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits
         fingerprint = combine(_gather(ranks, shares, digests))
+        if not ranks.rank:
+            report.check.compare(fingerprint)
         if options.verify:
             hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
             verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
@@ -252,7 +262,7 @@ def _convert(
             staging.keep()
         else:
             record = staging.file(RECORD_NAME, report.record_bytes)
-            record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
+            record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
             staging.commit()
     except BaseException as error:
         # An interrupted run is worth keeping only for somebody who said that they'd resume it.
@@ -332,20 +342,6 @@ def verify_fingerprint(
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:
             raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
-
-
-def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerprint) -> bytes:
-    """What megaconv.json says."""
-    record = {
-        "megaconv": __version__,
-        "source": {"path": source_path, "kind": header.source},
-        "saver": saver,
-        "family": header.config.family,
-        "fingerprint": fingerprint.weights,
-        "optimizer_fingerprint": fingerprint.optimizer,
-        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
-    }
-    return (json.dumps(record, indent=1) + "\n").encode()
 
 
 def _digest(*what: Any) -> str:
