@@ -57,8 +57,9 @@ def well_formed(where: str) -> Iterator[None]:
 
 def same_names(expected: Collection[str], found: Collection[str], where: str) -> None:
     """Raise TensorMismatch, naming names, unless two sets of native tensor names are equal."""
-    missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected]
+    known, there = set(expected), set(found)
+    missing = [name for name in expected if name not in there]
+    unknown = [name for name in found if name not in known]
     if missing:
         extra = f"; it has unknown ones: {listing(unknown)}" if unknown else ""
         raise TensorMismatch(f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}")
