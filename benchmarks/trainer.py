@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import from_fields
 from megaconv.model.layout import Layout
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine
@@ -44,10 +45,21 @@ WARM_UP = 2
 
 
 def model(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int) -> ModelConfig:
-    return ModelConfig(
-        family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=hidden // heads, ffn=ffn,
-        vocab=vocab, max_positions=positions, norm_epsilon=1e-5, rope_theta=1e4,
-    )  # fmt: skip
+    return from_fields(
+        "llama",
+        {
+            "layers.count": layers,
+            "hidden": hidden,
+            "attention.heads": heads,
+            "attention.kv_heads": kv_heads,
+            "attention.head_dim": hidden // heads,
+            "mlp.ffn": ffn,
+            "vocab": vocab,
+            "max_positions": positions,
+            "norm.epsilon": 1e-5,
+            "positions.theta": 1e4,
+        },
+    )
 
 
 SMALL = model(8, 384, 6, 6, 1024, 16384, 512)
@@ -66,7 +78,7 @@ def batch(config: ModelConfig, rows: int, device: str = "cpu") -> Microbatch:
 
 def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
     engine = Engine(
-        config, make_grid(Layout(stage_layers=(config.layers,)), 1, torch.device("cpu")),
+        config, make_grid(Layout(stage_layers=(config.layer_count,)), 1, torch.device("cpu")),
         ModelOptions(dtype=dtype, vocab_divisor=1, **options), OptimizerOptions(),
     )  # fmt: skip
     init_weights(engine, 0.02, 0)
@@ -78,8 +90,9 @@ def with_transformers(config: ModelConfig, dtype: str, rows: int) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = LlamaConfig(
-        hidden_size=config.hidden, intermediate_size=config.ffn, num_hidden_layers=config.layers, vocab_size=config.vocab,
-        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, max_position_embeddings=config.max_positions,
+        hidden_size=config.hidden, intermediate_size=config.mlp.ffn, num_hidden_layers=config.layer_count, vocab_size=config.vocab,
+        num_attention_heads=config.attention.heads, num_key_value_heads=config.attention.kv_heads,
+        max_position_embeddings=config.max_positions,
         attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     network = LlamaForCausalLM(settings).to(getattr(torch, dtype))
@@ -106,8 +119,9 @@ def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
     run_on_cpu().__enter__()
     unfused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
     settings = TransformerConfig(
-        num_layers=config.layers, hidden_size=config.hidden, num_attention_heads=config.heads, ffn_hidden_size=config.ffn,
-        num_query_groups=config.kv_heads, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        num_layers=config.layer_count, hidden_size=config.hidden, num_attention_heads=config.attention.heads,
+        ffn_hidden_size=config.mlp.ffn,
+        num_query_groups=config.attention.kv_heads, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
         use_cpu_initialization=True, persist_layer_norm=False, apply_rope_fusion=False, **dict.fromkeys(unfused, False),
     )  # fmt: skip
@@ -249,7 +263,7 @@ def rank(tp: int, pp: int, dp: int, steps: int, tiny: bool) -> None:
     if tp * pp * dp > 1:
         dist.init_process_group("gloo")
     clock = _time_communication()
-    each = config.layers // pp
+    each = config.layer_count // pp
     grid = make_grid(Layout(tp, pp, stage_layers=(each,) * pp), dp, torch.device("cpu"))
     engine = Engine(config, grid, ModelOptions(dtype="float32", vocab_divisor=1), OptimizerOptions(distributed=dp > 1))
     init_weights(engine, 0.02, 0)
@@ -322,7 +336,7 @@ def gpu(steps: int) -> dict[str, Any]:
         for compiled in (False, True):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            grid = make_grid(Layout(stage_layers=(config.layers,)), 1, torch.device("cuda", 0))
+            grid = make_grid(Layout(stage_layers=(config.layer_count,)), 1, torch.device("cuda", 0))
             engine = Engine(config, grid, ModelOptions(compile=compiled), OptimizerOptions())
             init_weights(engine, 0.02, 0)
             data = batch(config, rows, "cuda")

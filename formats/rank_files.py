@@ -56,7 +56,9 @@ def find_version(path: Path) -> Path | None:
             raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
         if not version.is_dir():
-            raise CorruptCheckpoint(f"{tracker}: says {word}, but there is no directory {version.name} beside it")
+            raise CorruptCheckpoint(
+                f"{tracker}: says {word}, but there is no directory {version.name} beside it", code="missing-file"
+            )
         return version
     if _rank_directories(path):
         return path
@@ -93,7 +95,7 @@ def read(version: Path) -> RankFiles:
                 "apart for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
             )
         if not file.is_file():
-            raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one")
+            raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one", code="missing-file")
         if numbers in files:
             raise CorruptCheckpoint(
                 f"{directory}: is a second directory of the rank of {files[numbers].parent.name}; remove one"

@@ -119,7 +119,7 @@ class Staging:
                 self._take_lock()
             return self._take_over(plan_id, resume, sizes or {})
         except BlockingIOError:
-            raise TargetExists(f"{self.target}: another run is writing it just now") from None
+            raise TargetExists(f"{self.target}: another run is writing it just now", code="target-busy") from None
         except OSError as error:
             raise _explain(error, self.root) from error
 

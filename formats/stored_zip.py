@@ -83,7 +83,8 @@ def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -
             infos, end = archive.infolist(), start + archive.start_dir
     except (BadZipFile, NotImplementedError, EOFError, OSError, OverflowError, ValueError, struct.error) as error:
         raise CorruptCheckpoint(
-            f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again"
+            f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again",
+            code="truncated-file",
         ) from error
     members: dict[str, Member] = {}
     for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):

@@ -115,7 +115,7 @@ class InputFile:
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
-        raise CorruptCheckpoint(f"{path}: no such file")
+        raise CorruptCheckpoint(f"{path}: no such file", code="missing-file")
 
     def _open(self) -> int:
         with self._lock:
@@ -132,7 +132,8 @@ class InputFile:
                 count = os.preadv(descriptor, [view], offset)
                 if not count:
                     raise CorruptCheckpoint(
-                        f"{self.path}: ends at byte {offset}, before its last tensor; was it changed while it was read?"
+                        f"{self.path}: ends at byte {offset}, before its last tensor; was it changed while it was read?",
+                        code="truncated-file",
                     )
                 view, offset = view[count:], offset + count
         except OSError as error:
@@ -142,7 +143,8 @@ class InputFile:
         """count bytes from offset on. Raises CorruptCheckpoint when the file is shorter."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise CorruptCheckpoint(
-                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}"
+                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
+                code="truncated-file",
             )
         out = np.empty(count, np.uint8)
         self.read_into(offset, out)
@@ -175,7 +177,8 @@ class FileTensor:
         ):
             raise CorruptCheckpoint(
                 f"{self.file.path}: a tensor {list(self.shape)} of {self.dtype} at byte {self.offset} "
-                f"reaches past the end of the file ({self.file.size} bytes); is the file complete?"
+                f"reaches past the end of the file ({self.file.size} bytes); is the file complete?",
+                code="truncated-file",
             )
 
     def read_into(self, box: Box, out: Bytes) -> None:

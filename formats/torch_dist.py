@@ -142,7 +142,7 @@ def _about(key: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{key}: {error}") from error
+        raise type(error)(f"{key}: {error}", code=error.code) from error
 
 
 def format_json(backend: str) -> bytes:

@@ -18,7 +18,7 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.check import listing
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, META_ROWS, Naming
@@ -45,7 +45,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     directory = options.config or path
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
-            f"{path}: a distributed checkpoint doesn't say what model it is; give --config with its Hugging Face directory"
+            f"{path}: a distributed checkpoint doesn't say what model it is; give --config with its Hugging Face directory",
+            code="config-needed",
         )
     family, config = read_config(directory / CONFIG_NAME)
     if options.true_vocab_size not in (None, config.vocab):
@@ -77,7 +78,8 @@ def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -
         if prefixes:
             return naming, min(prefixes, key=len)
     raise TensorMismatch(
-        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}"
+        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}",
+        code="missing-tensor",
     )
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import read_directory, whole_model
+from megaconv.engine.weight_files import has_weights, read_directory, whole_model
 from megaconv.errors import UsageError
 from megaconv.families import read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME, load_config, quant_method
+from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
@@ -17,7 +18,7 @@ DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bi
 
 
 def detect(path: Path) -> bool:
-    return (path / CONFIG_NAME).is_file()
+    return (path / CONFIG_NAME).is_file() and has_weights(path)
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001

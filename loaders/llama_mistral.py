@@ -27,10 +27,11 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import read_file, read_sharded
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.check import same_names
-from megaconv.model.config import STRUCTURE, ModelConfig
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.fields import STRUCTURE
 from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import META, META_ROWS
@@ -99,7 +100,8 @@ def _read_shards(path: Path) -> Shards:
     files = {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
     if not files:
         raise CorruptCheckpoint(
-            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}"
+            f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}",
+            code="missing-file",
         )
     _same_numbers(path, files, max(files) + 1)
     return {files[number].name: read_file(files[number]) for number in sorted(files)}
@@ -109,7 +111,8 @@ def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
     missing = [f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files]
     if missing:
         raise CorruptCheckpoint(
-            f"{path}: {len(missing)} of {expected} shards are missing: {', '.join(missing[:8])}; a model needs all of them"
+            f"{path}: {len(missing)} of {expected} shards are missing: {', '.join(missing[:8])}; a model needs all of them",
+            code="missing-file",
         )
 
 
@@ -128,16 +131,16 @@ def _configure(
         return config
     _, told = read_config(options.config / CONFIG_NAME)
     for name in (*STRUCTURE, "vocab"):
-        if name != "tie_embeddings" and getattr(told, name) != getattr(config, name):
+        if name != "tie_embeddings" and value_of(told, name) != value_of(config, name):
             raise TensorMismatch(
-                f"{options.config / CONFIG_NAME}: says {name} = {getattr(told, name)}, {path} has {getattr(config, name)}; "
+                f"{options.config / CONFIG_NAME}: says {name} = {value_of(told, name)}, {path} has {value_of(config, name)}; "
                 "it describes another model"
             )
     return told
 
 
 def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tensors of a shard say, as fields of ModelConfig."""
+    """What the tensors of a shard say, as fields of the configuration."""
 
     def shape(name: str) -> Sequence[int]:
         if name not in shard or len(shard[name].shape) != 2:
@@ -151,13 +154,13 @@ def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapp
     told = params.get("vocab_size", -1)
     moe = params.get("moe")  # then params.json tells
     ffn = params.get("hidden_dim") if moe else shape("layers.0.feed_forward.w1.weight")[0] * count
-    return {"vocab": told if told != -1 else vocab, "ffn": ffn, "tie_embeddings": tied}
+    return {"vocab": told if told != -1 else vocab, "mlp.ffn": ffn, "tie_embeddings": tied}
 
 
 def _check_count(path: Path, shards: Shards, config: ModelConfig) -> None:
     """Shards at the end of the row can be missed only by the sizes of the others."""
     name = "layers.0.attention.wq.weight"
-    query, rows = next(iter(shards.values())).get(name), config.heads * config.head_dim
+    query, rows = next(iter(shards.values())).get(name), config.attention.heads * config.attention.head_dim
     if query is None or not query.shape or not query.shape[0] or rows % query.shape[0]:
         return
     expected = rows // query.shape[0]
@@ -177,7 +180,7 @@ def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
     """Every tensor of every shard in its place. Raises TensorMismatch for missing and unknown ones."""
     embedding = next(iter(shards.values()))["tok_embeddings.weight"]
     naming = META_ROWS if embedding.shape[-1] == config.hidden else META
-    layout, whole = Layout(tp=len(shards)), Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    layout, whole = Layout(tp=len(shards)), Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     table = family(config.family)
     for rank, (where, shard) in enumerate(shards.items()):
         found = {

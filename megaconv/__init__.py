@@ -11,12 +11,16 @@ megaconv.verify("ckpt").same
 
 from typing import TYPE_CHECKING, Any
 
+from megaconv import own_packages
+
 if TYPE_CHECKING:
     from megaconv._version import __version__
     from megaconv.api import convert, diff, fingerprint, inspect, verify
     from megaconv.checkpoint import open_checkpoint as open  # noqa: A004
 
 __all__ = ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "verify"]
+
+own_packages.claim()
 
 
 def __getattr__(name: str) -> Any:

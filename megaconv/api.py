@@ -1,12 +1,13 @@
 """The Python interface: the same work as the commands, with plain arguments."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaconv.commands.comparison import Diff, diff_sources
+from megaconv.commands.comparison import Diff, diff_sources, open_both
 from megaconv.commands.inspection import inspect as inspect
 from megaconv.commands.verification import verify as verify
-from megaconv.engine.conversion import ConvertOptions, Report, open_source
+from megaconv.engine.conversion import ConvertOptions, Report
 from megaconv.engine.conversion import convert as run_conversion
 from megaconv.engine.conversion import fingerprint as fingerprint
 from megaconv.engine.plan import default_workers
@@ -35,25 +36,36 @@ def convert(
     resume: bool = False,
     max_memory: int = 256 << 20,
     workers: int = 0,
+    options: Mapping[str, str] | None = None,
     **save_options: Any,
 ) -> Report:
     """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
 
     Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
-    it. split_rank: how many of the pp stages are a T5's encoder's, the first ones. save_options: further fields of SaveOptions, such as
+    it. split_rank: how many of the pp stages are a T5's encoder's, the first ones. options: of
+    the loader's and the saver's own, by key, as `megaconv formats` lists them. save_options: further fields of SaveOptions, such as
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
     """
     split = LayerSplit(layers=layer_split, split_rank=split_rank)
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
-    options = ConvertOptions(
+    asked = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None),
         load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
         save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
         dtype=dtype, optimizer=optimizer, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+        extra=options or {},
     )  # fmt: skip
-    return run_conversion(load_dir, save_dir, saver, options)
+    return run_conversion(load_dir, save_dir, saver, asked)
 
 
-def diff(a: str | Path, b: str | Path) -> Diff:
-    """Compare two checkpoints of any kinds."""
-    return diff_sources(open_source(a)[1], open_source(b)[1], default_workers(writing=False))
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    loader_a: str | None = None,
+    loader_b: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Diff:
+    """Compare two checkpoints of any kinds. options: of the loaders' own."""
+    left, right = open_both(a, b, LoadOptions(extra=options or {}), (loader_a, loader_b))
+    return diff_sources(left, right, default_workers(writing=False))

@@ -44,9 +44,9 @@ class Checkpoint:
         return loaded
 
 
-def open_checkpoint(path: str | Path, options: LoadOptions | None = None) -> Checkpoint:
-    """Open a directory or a Hub id; reads metadata only. Raises CheckpointError."""
-    _, source = open_source(path, None, options)
+def open_checkpoint(path: str | Path, options: LoadOptions | None = None, loader: str | None = None) -> Checkpoint:
+    """Open a directory, a Hub id, or whatever else a loader takes; reads metadata only. Raises CheckpointError."""
+    _, source = open_source(path, loader, options)
     found = dict(source.tensors())
     weights = {key.name: tensor for key, tensor in found.items() if key.slot == WEIGHT}
     slots = {key: tensor for key, tensor in found.items() if key.slot != WEIGHT}

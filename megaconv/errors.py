@@ -1,9 +1,13 @@
-"""Every error that a user can act on; the command line catches these and nothing else."""
+"""Every error that a user can act on, and the code of every cause; the command line catches these and nothing else."""
+
+from typing import NamedTuple
 
 from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace, TargetExists, UnsafeContent
 
 __all__ = [
+    "CODES",
     "Cancelled",
+    "Cause",
     "CheckpointError",
     "CorruptCheckpoint",
     "Interrupted",
@@ -25,42 +29,49 @@ class UsageError(CheckpointError):
     """Options that contradict each other or the input."""
 
     exit_status = 2
+    code = "wrong-usage"
 
 
 class LayoutError(CheckpointError):
     """A model that can't be cut over the ranks asked for."""
 
     exit_status = 2
+    code = "layout-impossible"
 
 
 class NotExpressible(CheckpointError):
     """The target's naming or configuration has no words for something that the source has."""
 
     exit_status = 2
+    code = "not-representable"
 
 
 class UnknownFormat(CheckpointError):
     """No loader recognises the input, or no loader or saver has the name asked for."""
 
     exit_status = 2
+    code = "unknown-format"
 
 
 class UnknownFamily(CheckpointError):
     """A model architecture without a table."""
 
     exit_status = 3
+    code = "unknown-family"
 
 
 class TensorMismatch(CheckpointError):
     """A tensor is missing, unknown, doubled, or has another shape or dtype than the model says."""
 
     exit_status = 3
+    code = "tensor-mismatch"
 
 
 class ModelsDiffer(CheckpointError):
     """Two checkpoints that were claimed to hold the same model do not."""
 
     exit_status = 4
+    code = "models-differ"
 
 
 class Interrupted(BaseException):
@@ -76,3 +87,58 @@ def is_interruption(error: BaseException) -> bool:
 
 class Cancelled(CheckpointError):
     """The other side of the stream ended first; its own error is the one to report."""
+
+    code = "cancelled"
+
+
+class PluginError(CheckpointError):
+    """What another package offers by an entry point can't be loaded, or isn't what the entry point says."""
+
+    code = "plugin-broken"
+
+
+class Cause(NamedTuple):
+    """One line of the table of codes."""
+
+    exit_status: int
+    meaning: str
+
+
+CODES = {
+    "failed": Cause(1, "none of the causes below"),
+    "system-error": Cause(1, "the operating system refused something: no permission, a broken disk"),
+    "hub-unreachable": Cause(1, "the model can't be had from the Hugging Face Hub"),
+    "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
+    "rank-lost": Cause(1, "of several processes one doesn't come, or has ended without a word"),
+    "internal-error": Cause(1, "a mistake in megaconv itself; please report it"),
+    "cancelled": Cause(1, "another thread failed first, whose error is the one that is reported"),
+    "wrong-usage": Cause(2, "options that are not known, contradict each other, or don't go with the input"),
+    "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),
+    "unknown-loader": Cause(2, "no loader has the name that --loader gives"),
+    "unknown-saver": Cause(2, "no saver has the name that --saver gives"),
+    "unknown-format": Cause(2, "no loader recognises the input"),
+    "no-such-input": Cause(2, "nothing is at the input's path"),
+    "config-needed": Cause(2, "the input doesn't say what model it is: --config has to"),
+    "no-optimizer": Cause(
+        2, "--optimizer is given, and the input has no optimizer state or the output no place for it"
+    ),
+    "layout-impossible": Cause(2, "parallel sizes or a layer split that no model, or not this one, can have"),
+    "layout-indivisible": Cause(2, "a size of the model can't be divided over so many ranks"),
+    "not-representable": Cause(2, "the output has no place for something that the model has"),
+    "target-exists": Cause(2, "something is already at --save-dir"),
+    "target-busy": Cause(2, "another run is writing to --save-dir"),
+    "corrupt-checkpoint": Cause(3, "a file says something that can't be true"),
+    "missing-file": Cause(3, "a file of the input isn't there"),
+    "truncated-file": Cause(3, "a file of the input ends too early"),
+    "no-fingerprints": Cause(3, "verify finds no megaconv.json to compare with"),
+    "unknown-family": Cause(3, "no model family has this architecture"),
+    "tensor-mismatch": Cause(3, "tensors contradict the model, or each other"),
+    "misshapen-tensor": Cause(3, "a tensor has another shape than the model says"),
+    "missing-tensor": Cause(3, "a tensor that the model has isn't in the input"),
+    "unknown-tensor": Cause(3, "the input has a tensor that the model has not"),
+    "models-differ": Cause(4, "the output reads back with other values than were written"),
+    "not-enough-space": Cause(5, "the disk can't hold the output"),
+    "unsafe-content": Cause(6, "the input asks for code to be run, or reaches outside its directory"),
+    "interrupted": Cause(130, "Ctrl-C or SIGTERM"),
+}
+"""Codes are stable: a script may rely on them where messages change. README.md has the same table."""

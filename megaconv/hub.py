@@ -6,7 +6,11 @@ from typing import Any
 
 from megaconv.errors import CheckpointError, UnknownFormat
 
+Place = Path | str
+"""Where an input is: a local path, or a URI, for the loader that takes its scheme."""
+
 _SCHEME = "hf://"
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _PATTERNS = [
     "*.json",
@@ -22,8 +26,19 @@ _PATTERNS = [
 ]
 
 
-def resolve(place: str) -> Path:
-    """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Raises CheckpointError."""
+def scheme_of(uri: str) -> str:
+    """`store` of store://bucket/model; empty where it is no URI."""
+    match = _URI.fullmatch(uri)
+    return match[1].lower() if match else ""
+
+
+def resolve(place: str) -> Place:
+    """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Other URIs stay as they are.
+
+    Raises CheckpointError.
+    """
+    if not place.startswith(_SCHEME) and scheme_of(place):
+        return place
     if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):
         return Path(place)
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
@@ -59,5 +74,6 @@ def _download(place: str, name: str, revision: str | None) -> Path:
             return Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
             raise CheckpointError(
-                f"{place}: {both}the model can't be had from the Hugging Face Hub: {reason}"
+                f"{place}: {both}the model can't be had from the Hugging Face Hub: {reason}",
+                code="hub-unreachable",
             ) from error

@@ -1,5 +1,6 @@
 """What a user can ask of a loader or a saver, the same from the command line and from Python."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ class LoadOptions:
     """What quantized weights become (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """What the loader alone knows, by the keys that its OPTIONS lists."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class SaveOptions:
     """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """What the saver alone knows, by the keys that its OPTIONS lists."""
 
 
 LOSSES = ("rope_scaling", "activation")

@@ -1,42 +1,46 @@
 """Finds loaders and savers by name. Ours are modules of `loaders` and `savers`; other packages add theirs by entry points.
 
-    [project.entry-points."megaconv.loaders"]
-    mine = "my_package.my_loader"          # a module with DESCRIPTION, detect() and open()
-
 Nothing is imported before it is asked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from megaconv.errors import UnknownFormat
+from megaconv import plugins
+from megaconv.errors import UnknownFormat, UsageError
+from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.hub import Place, scheme_of
 from megaconv.model.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
-
     from megaconv.engine.plan import OutputPlan
 
 LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
+"""In the order in which they are asked about an input; those of other packages come before `hf`."""
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
 
 class Loader(Protocol):
-    """A module (or object) that reads one kind of checkpoint."""
+    """A module (or object) that reads one kind of checkpoint.
+
+    One with SCHEMES = ("store",) is asked about URIs such as store://bucket/model too, and gets them as a str. One with
+    OPTIONS = {"key": "what it does"} gets what was given by `--option key=value` in LoadOptions.extra.
+    """
 
     DESCRIPTION: str
     """One line for `megaconv formats`."""
 
-    def detect(self, path: Path) -> bool:
-        """Whether path looks like this kind; looks at names, and at one file's metadata where they don't tell."""
+    def detect(self, path: Any) -> bool:
+        """Whether path (a Path; a str for a URI) looks like this kind; looks at names, and at one file's metadata where
+        they don't tell."""
         ...
 
-    def open(self, path: Path, options: LoadOptions) -> Source:
+    def open(self, path: Any, options: LoadOptions) -> Source:
         """Read and check all metadata, no tensor. Raises CheckpointError."""
         ...
 
@@ -44,7 +48,8 @@ class Loader(Protocol):
 class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
-    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too.
+    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with OPTIONS gets what was given by
+    `--option` in SaveOptions.extra, as loaders do.
     """
 
     DESCRIPTION: str
@@ -55,55 +60,109 @@ class Saver(Protocol):
 
 
 def loader(name: str) -> Loader:
+    """Raises UnknownFormat for a name that nobody has, PluginError for another package's that is broken."""
     return cast(Loader, _find("loaders", LOADERS, ALIASES.get(name, name)))
 
 
 def saver(name: str) -> Saver:
+    """Raises as `loader` does."""
     return cast(Saver, _find("savers", SAVERS, ALIASES.get(name, name)))
 
 
-def names(kind: str) -> list[str]:
-    """All names of `loaders` or `savers`, ours first."""
-    return [
-        *(LOADERS if kind == "loaders" else SAVERS),
-        *(entry.name for entry in entry_points(group=f"megaconv.{kind}")),
-    ]
+def all_loaders() -> dict[str, Loader]:
+    """By name, ours first."""
+    return {name: loader(name) for name in LOADERS} | dict(plugins.usable("loaders", LOADERS))
 
 
-def entry_points(group: str) -> "EntryPoints":
-    """What other packages offer."""
-    from importlib import metadata  # whose import takes longer than all of ours together
-
-    return metadata.entry_points(group=group)
+def all_savers() -> dict[str, Saver]:
+    """By name, ours first."""
+    return {name: saver(name) for name in SAVERS} | dict(plugins.usable("savers", SAVERS))
 
 
 def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     if name in ours:
         return import_module(f"{kind}.{name}")
-    for entry in entry_points(group=f"megaconv.{kind}"):
-        if entry.name == name:
-            return entry.load()
-    raise UnknownFormat(f"no {kind[:-1]} is called {name!r}; known are {', '.join(names(kind))}")
-
-
-def _all_loaders() -> Iterator[tuple[str, Loader]]:
-    """Ours first: looking for those of other packages takes longer than most of ours take to look."""
-    for name in LOADERS:
-        yield name, loader(name)
-    for entry in entry_points(group="megaconv.loaders"):
-        yield entry.name, entry.load()
-
-
-def detect(path: Path) -> tuple[str, Loader]:
-    """The loader for an input. Raises UnknownFormat saying what was looked for."""
-    if not path.exists():
-        raise UnknownFormat(f"{path}: no such file or directory")
-    for name, found in _all_loaders():
-        if found.detect(path):
-            return name, found
+    offered = plugins.offered(kind)
+    if name in offered:
+        return plugins.load(kind, offered[name])
     raise UnknownFormat(
-        f"{path}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
+        f"no {kind[:-1]} is called {name!r}; known are {', '.join([*ours, *offered])}",
+        code="unknown-loader" if kind == "loaders" else "unknown-saver",
+    )
+
+
+def choose(place: Place, name: str | None) -> tuple[str, Loader]:
+    """(name, loader) for an input: the one of this name, or else the one that recognises it. Raises UnknownFormat."""
+    if isinstance(place, Path) and not place.exists():
+        raise UnknownFormat(f"{place}: no such file or directory", code="no-such-input")
+    if name is None:
+        return detect(place)
+    found = loader(name)
+    if isinstance(place, str) and scheme_of(place) not in schemes(found):
+        raise UsageError(f"{place}: the loader {name} takes {_places(found)}")
+    return ALIASES.get(name, name), found
+
+
+def detect(place: Place) -> tuple[str, Loader]:
+    """The loader that recognises an input. Raises UnknownFormat saying what was looked for."""
+    for name, found in _in_order():
+        if (isinstance(place, Path) or scheme_of(place) in schemes(found)) and _recognises(name, found, place):
+            return name, found
+    if isinstance(place, str):
+        known = sorted({"hf", *(scheme for found in all_loaders().values() for scheme in schemes(found))})
+        raise UnknownFormat(
+            f"{place}: no loader takes it; known are {', '.join(f'{scheme}://' for scheme in known)}, "
+            "and those of packages that aren't installed"
+        )
+    if (place / CONFIG_NAME).is_file():
+        return "hf", loader("hf")  # which says best what should lie beside it
+    raise UnknownFormat(
+        f"{place}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
         "a Megatron directory latest_checkpointed_iteration.txt, mp_rank_* directories or metadata.json, "
         "a distributed checkpoint of PyTorch .metadata, "
         "a directory of Meta's or Mistral's own files params.json and consolidated.*"
     )
+
+
+def _in_order() -> Iterator[tuple[str, Loader]]:
+    """Those of other packages before `hf`: a format of their own may well have a config.json."""
+    for name in LOADERS:
+        if name == "hf":
+            yield from plugins.usable("loaders", LOADERS).items()
+        yield name, loader(name)
+
+
+def _recognises(name: str, found: Loader, place: Place) -> bool:
+    if name in LOADERS:
+        return found.detect(place)
+    try:
+        return found.detect(place)
+    except Exception as error:  # a stranger's mistake, which is no reason not to ask the others
+        plugins.leave_out("loaders", name, error)
+        return False
+
+
+def schemes(found: Loader) -> tuple[str, ...]:
+    """Of the URIs that a loader reads."""
+    return tuple(getattr(found, "SCHEMES", ()))
+
+
+def _places(found: Loader) -> str:
+    return ", ".join(["paths", *(f"{scheme}:// URIs" for scheme in schemes(found))])
+
+
+def options_of(found: object) -> Mapping[str, str]:
+    """Keys that a loader or saver takes by `--option`, with what they do."""
+    return dict(getattr(found, "OPTIONS", {}))
+
+
+def share_options(given: Mapping[str, str], takers: Mapping[str, object]) -> list[dict[str, str]]:
+    """What each loader or saver gets of the options: those that it has in OPTIONS. takers: by what messages call them.
+
+    Raises UsageError for a key that none of them has.
+    """
+    for key in given:
+        if not any(key in options_of(found) for found in takers.values()):
+            known = "; ".join(f"{who} knows {', '.join(options_of(found)) or 'none'}" for who, found in takers.items())
+            raise UsageError(f"--option {key}: is not known; {known}", code="unknown-option")
+    return [{key: value for key, value in given.items() if key in options_of(found)} for found in takers.values()]

@@ -31,18 +31,18 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
         )
     bias = not model.disable_bias_linear
     found: dict[str, Any] = {
-        "layers": model.num_layers,
+        "layers.count": model.num_layers,
         "hidden": model.hidden_size,
-        "ffn": model.ffn_hidden_size or _ffn(model),
+        "mlp.ffn": model.ffn_hidden_size or _ffn(model),
         "vocab": vocab,
-        "gated": model.swiglu,
+        "mlp.gated": model.swiglu,
         "tie_embeddings": not model.untie_embeddings_and_output_weights,
-        "qkv_bias": bias or model.add_qkv_bias,
-        "o_bias": bias,
-        "mlp_bias": bias,
-        "qk_norm": model.qk_layernorm,
+        "attention.qkv_bias": bias or model.add_qkv_bias,
+        "attention.o_bias": bias,
+        "mlp.bias": bias,
+        "attention.qk_norm": model.qk_layernorm,
     }
-    return from_arguments(_as_arguments(settings, found["ffn"]), found)
+    return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found)
 
 
 def _ffn(model: Model) -> int:
@@ -63,14 +63,14 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
 def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str) -> None:
     """Raises UsageError for the first flag that says something else than the checkpoint at source."""
     told = to_arguments(
-        config, Layout(stage_layers=(config.layers,)), TrainingState(), transformer_impl="local", grouped_experts=False,
+        config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
         vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
     ) | dict(dropouts)  # fmt: skip
     told |= {
         "disable_bias_linear": not told["add_bias_linear"],
         "no_bias_gelu_fusion": not told["bias_gelu_fusion"],
-        "num_query_groups": config.kv_heads,
-        "rope_scaling_factor": (config.rope_scaling or {}).get("factor", told["rope_scaling_factor"]),
+        "num_query_groups": config.attention.kv_heads,
+        "rope_scaling_factor": (config.positions.scaling or {}).get("factor", told["rope_scaling_factor"]),
     }
     for name in sorted(settings.given):
         subject, _ = flags()[name]

@@ -81,10 +81,10 @@ def check_sizes(
         raise LayoutError(
             f"{world} processes can't be divided over tp x pp = {tp} x {pp} = {tp * pp}; start a multiple of {tp * pp}"
         )
-    if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layers:
+    if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
         stages = "+".join(map(str, layout.stage_layers))
         raise LayoutError(
-            f"stages of {stages} layers don't make {config.layers} layers in pp x vpp = {pp} x {vpp} stages"
+            f"stages of {stages} layers don't make {config.layer_count} layers in pp x vpp = {pp} x {vpp} stages"
         )
     rank_sizes(config, layout)
     if layout.ep > 1:
@@ -93,7 +93,7 @@ def check_sizes(
         raise LayoutError(
             f"sequence parallelism cuts {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
         )
-    if config.positions == "learned" and sequence > config.max_positions:
+    if config.positions.kind == "learned" and sequence > config.max_positions:
         raise LayoutError(
             f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
         )

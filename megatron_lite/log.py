@@ -29,7 +29,7 @@ def flops_per_token(config: ModelConfig, seq: int) -> float:
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
         if len(shape) == 2 and name not in looked_up:
             weights += shape[0] * shape[1]
-    return 6.0 * weights + 12.0 * config.layers * config.heads * config.head_dim * seq
+    return 6.0 * weights + 12.0 * config.layer_count * config.attention.heads * config.attention.head_dim * seq
 
 
 @dataclass

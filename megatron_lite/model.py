@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def norm_bias(self) -> bool:
-        return self.config.normalization == "LayerNorm"
+        return self.config.norm.kind == "LayerNorm"
 
     @property
     def keep(self) -> Keep:
@@ -50,9 +50,9 @@ TRAINED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 def make_plan(config: ModelConfig, layout: Layout, options: ModelOptions, ranks: TensorGroup) -> Plan:
     """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be cut."""
-    if config.experts:
+    if config.experts.count:
         raise NotExpressible(
-            f"the model has {config.experts} experts a layer; mixtures of experts can't be trained yet"
+            f"the model has {config.experts.count} experts a layer; mixtures of experts can't be trained yet"
         )
     if config.family not in TRAINED:
         raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
@@ -74,18 +74,19 @@ class SelfAttention(nn.Module):
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         config, sizes = plan.config, plan.sizes
-        self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.head_dim
-        self.kv_heads, self.group = sizes["kv_heads"], config.heads // config.kv_heads
-        windowed = config.windowed_layers is None or layer in config.windowed_layers
-        self.window = config.sliding_window if windowed else None
+        self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
+        self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
+        self.window = config.layers[layer].window
         self.linear_qkv = NormColumnLinear(
-            config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm_epsilon, plan.ranks,
-            norm_bias=plan.norm_bias, bias=config.qkv_bias, keep=plan.keep,
+            config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,
+            norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
         )  # fmt: skip
-        norm = (config.head_dim, config.norm_epsilon)
-        self.q_layernorm = Norm(*norm, with_bias=False) if config.qk_norm else None
-        self.k_layernorm = Norm(*norm, with_bias=False) if config.qk_norm else None
-        self.linear_proj = RowLinear(sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.o_bias)
+        norm = (config.attention.head_dim, config.norm.epsilon)
+        self.q_layernorm = Norm(*norm, with_bias=False) if config.attention.qk_norm else None
+        self.k_layernorm = Norm(*norm, with_bias=False) if config.attention.qk_norm else None
+        self.linear_proj = RowLinear(
+            sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias
+        )
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         mixed = self.linear_qkv(x)
@@ -142,12 +143,12 @@ class MLP(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config, ffn = plan.config, plan.sizes["ffn"]
-        self.keep, self.gated, self.activation = plan.keep, config.gated, ACTIVATIONS[config.activation]
+        self.keep, self.gated, self.activation = plan.keep, config.mlp.gated, ACTIVATIONS[config.mlp.activation]
         self.linear_fc1 = NormColumnLinear(
-            config.hidden, ffn * (2 if config.gated else 1), config.norm_epsilon, plan.ranks,
-            norm_bias=plan.norm_bias, bias=config.mlp_bias, keep=plan.keep,
+            config.hidden, ffn * (2 if config.mlp.gated else 1), config.norm.epsilon, plan.ranks,
+            norm_bias=plan.norm_bias, bias=config.mlp.bias, keep=plan.keep,
         )  # fmt: skip
-        self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=config.mlp_bias)
+        self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=config.mlp.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)
@@ -189,7 +190,7 @@ class Embedding(nn.Module):
         config = plan.config
         self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
-        learned = config.positions == "learned"
+        learned = config.positions.kind == "learned"
         self.position_embeddings = nn.Embedding(config.max_positions, config.hidden) if learned else None
 
     def forward(self, batch: Microbatch, seed: rng.Seed | None) -> Tensor:
@@ -237,7 +238,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.recompute = plan.options.recompute
         self.layers = nn.ModuleList(Layer(plan, chunk.first_layer + local) for local in range(chunk.layers))
-        norm = (plan.config.hidden, plan.config.norm_epsilon)
+        norm = (plan.config.hidden, plan.config.norm.epsilon)
         self.final_layernorm = Norm(*norm, with_bias=plan.norm_bias) if chunk.is_last else None
         if plan.options.compile:
             for layer in self.layers:
@@ -271,7 +272,7 @@ class ModelChunk(nn.Module):
             x = self.embedding(batch, seed)
         assert x is not None, "a stage behind the first gets activations"
         config, tables = self.plan.config, None
-        if config.positions == "rope":
+        if config.positions.kind == "rope":
             self.rotary = self.rotary or Rotary(config, x.device, dtype)
             tables = self.rotary.tables(length, batch.positions)
         documents = None if batch.documents is None else Documents(batch.documents)

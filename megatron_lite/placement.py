@@ -14,6 +14,7 @@ from torch import Tensor
 from formats.tensor import Shape, matrix_shape
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import CORE, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
@@ -69,7 +70,7 @@ def places(
     config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: Naming
 ) -> dict[str, Place]:
     """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
-    padded = replace(config, vocab=vocab_rows)  # padding rows are placed like any others
+    padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows, single = family(config.family).rows, replace(layout, tp=1, etp=1)
     named, keyed, whole = (
         list(native_tensors(rows, padded, spelled, over, rank, chunk, vocab_rows))
@@ -84,7 +85,7 @@ def places(
             layer,
             native.shape,
             entire.shape,
-            config.layers,
+            config.layer_count,
             runs,
             native.replicated,
             native.copy is not None,

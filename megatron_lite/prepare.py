@@ -1,7 +1,6 @@
 """Puts a run together: checkpoint or fresh weights, model, data, schedules; everything that is refused is refused here."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import torch
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.families.parts.hf_config import config_json
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megatron_lite import plot
 from megatron_lite.architecture import check_against, model_from_flags
 from megatron_lite.checkpoint import Saver
@@ -38,7 +39,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer.vocab_size)
     options = model_options(settings, dropouts)
-    config = replace(config, dtype=options.dtype)
+    config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
@@ -161,7 +162,7 @@ def _introduce(run: Run, start: Start | None) -> None:
     sizes, progress = run.sizes, run.progress
     parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
     assert run.engine.optimizer is not None
-    model = f"{run.config.family}, {run.config.layers} layers of {run.config.hidden}, {run.engine.options.dtype}"
+    model = f"{run.config.family}, {run.config.layer_count} layers of {run.config.hidden}, {run.engine.options.dtype}"
     per_parameter = f"{run.engine.optimizer.bytes_per_parameter(sizes.dp):.2f} bytes each with gradients and optimizer"
     run.say(f"{model}; {sizes.layout}, DP {sizes.dp}; {parameters:,} parameters on this rank, {per_parameter}")
     if start is not None:

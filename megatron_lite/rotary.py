@@ -17,15 +17,15 @@ def frequencies(config: ModelConfig) -> Tensor:
     Sources: of the llama3 rule Llama 3.1's reference implementation, of yarn arXiv 2309.00071. Raises NotExpressible for
     scaling of another kind.
     """
-    rotated = int(config.head_dim * config.rotary_percent)
-    plain: Tensor = 1.0 / config.rope_theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
-    scaling = config.rope_scaling
+    rotated = int(config.attention.head_dim * config.positions.rotary_percent)
+    plain: Tensor = 1.0 / config.positions.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    scaling = config.positions.scaling
     if scaling is None:
         return plain
     if scaling["rope_type"] == "linear":
         return plain / float(scaling["factor"])
     if scaling["rope_type"] == "yarn":
-        return _yarn(plain, scaling, config.rope_theta)
+        return _yarn(plain, scaling, config.positions.theta)
     if scaling["rope_type"] != "llama3":
         raise NotExpressible(
             f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear, llama3 and yarn"
@@ -57,7 +57,7 @@ def _yarn(plain: Tensor, scaling: Mapping[str, Any], theta: float) -> Tensor:
 
 def magnitude(config: ModelConfig) -> float:
     """What yarn multiplies cos and sin with, so that attention stays as sharp as it was."""
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.scaling or {}
     if scaling.get("rope_type") != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:

@@ -50,7 +50,7 @@ def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
         parallel.pipeline_model_parallel_layout,
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
-    return Layout(tp, pp, vpp, stage_layers=split_layers(config.layers, pp, vpp, split))
+    return Layout(tp, pp, vpp, stage_layers=split_layers(config.layer_count, pp, vpp, split))
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
@@ -63,12 +63,12 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
     if count is not None:
         return count
     if each is not None:
-        if each < 1 or config.layers % (pp * each):
+        if each < 1 or config.layer_count % (pp * each):
             raise LayoutError(
-                f"{config.layers} layers can't be cut into virtual stages of {each} over {pp} ranks: "
+                f"{config.layer_count} layers can't be cut into virtual stages of {each} over {pp} ranks: "
                 f"{pp} x {each} = {pp * each} has to divide them"
             )
-        return config.layers // (pp * each)
+        return config.layer_count // (pp * each)
     return listed // pp if listed is not None and pp > 1 and listed % pp == 0 else 1
 
 

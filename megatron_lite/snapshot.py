@@ -123,7 +123,7 @@ def _is_ours(place: Place, tp_rank: int) -> bool:
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
-    layers, content = engine.config.layers, empty_object()
+    layers, content = engine.config.layer_count, empty_object()
     modules = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
     if impl == "transformer_engine":
         modules.append("self_attention.core_attention")

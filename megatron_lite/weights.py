@@ -66,7 +66,7 @@ def init_weights(engine: Engine, std: float, seed: int) -> None:
     """Random weights, the same at every layout: N(0, std), projections onto the residual N(0, std / sqrt(2 layers))."""
     config = engine.config
     shapes = canonical_shapes(family(config.family).rows, config)
-    residual = std / math.sqrt(2 * config.layers)
+    residual = std / math.sqrt(2 * config.layer_count)
     load_weights(engine, {name: _initial(name, shape, std, residual, seed) for name, shape in shapes.items()})
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
-from megaconv.megatron.arguments.write import has_yarn
+from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
 from megaconv.options import SaveOptions
@@ -25,8 +26,8 @@ DISTRIBUTED = ("torch_dist", "zarr")
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
     _check(options)
-    if header.config.head_activation and "activation" in options.allow_lossy:
-        header = replace(header, config=replace(header.config, head_activation="gelu"))
+    if header.config.head.activation and "activation" in options.allow_lossy:
+        header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
@@ -37,10 +38,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         style = ModelStyle(naming, core_order(family(header.config.family).rows, naming), extra_states)
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
-    if layout.tp > header.config.kv_heads:
+    if layout.tp > header.config.attention.kv_heads:
         _log.warning(
             "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core knows from 0.16 on",
-            header.config.kv_heads,
+            header.config.attention.kv_heads,
             layout.tp,
         )
     if header.config.embedding_scale is not None:
@@ -63,7 +64,7 @@ def _check(options: SaveOptions) -> None:
 
 def _warn_of_scaling(config: ModelConfig) -> None:
     """Megatron-LM's own training script hands neither of these on to the model; ours and the checkpoint are right."""
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.scaling or {}
     if scaling.get("rope_type") == "llama3" and scaling["factor"] != 8:
         _log.warning(
             "rope is scaled by %s: Megatron-LM's scripts up to core 0.18 use 8 whatever the checkpoint says",

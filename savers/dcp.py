@@ -8,7 +8,8 @@ from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.families import family
-from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.families.parts.hf_config import config_json
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
@@ -23,7 +24,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config, table = header.config, family(header.config.family)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, table.write_hf(config)))}
     files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
-    whole, stored = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True), DistcpFiles(options.files or 1)
+    whole, stored = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True), DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
     for native in native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab):
         if native.copy is not None:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
@@ -10,8 +9,10 @@ from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.families import family
-from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.families.parts.hf_config import config_json
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
@@ -26,10 +27,10 @@ _log = logging.getLogger("megaconv")
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model, TensorMismatch for a base of another one."""
     config, table = header.config, family(header.config.family)
-    if config.head_activation and "activation" in options.allow_lossy:
-        config = replace(config, head_activation=config.activation)
+    if config.head.activation and "activation" in options.allow_lossy:
+        config = changed(config, {"head.activation": config.mlp.activation})
     written = table.write_hf(config)
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     listed = list(native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab))
     natives = [native for native in listed if native.copy is None or native.copy.written]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}

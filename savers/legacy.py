@@ -24,7 +24,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be cut this way, NotExpressible for what these models don't have."""
     check_options(options)
     _require_expressible(header.config)
-    layout = choose_layout(header.config, header.layout, options)
+    layout = choose_layout(header.config, header.layout, options, uneven=False)
     _require_even(layout)
     order = legacy_order(family(header.config.family).rows)
     style = ModelStyle(LEGACY, order, legacy_extra_states, nest, legacy=True)
@@ -35,9 +35,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
 def _require_expressible(config: ModelConfig) -> None:
     lacking = {
-        "norms on q and k": config.qk_norm,
-        "a sliding window": config.sliding_window,
-        "experts, which we write for Megatron core only": config.experts,
+        "norms on q and k": config.attention.qk_norm,
+        "a sliding window": config.window,
+        "experts, which we write for Megatron core only": config.experts.count,
     }
     for what, has in lacking.items():
         if has:
@@ -56,9 +56,9 @@ def _require_even(layout: Layout) -> None:
 
 def _warn_of_rope(config: ModelConfig) -> None:
     """Their rotary embedding is made from rotary_percent and a linear scaling alone; the checkpoint is right."""
-    if config.positions == "rope" and config.rope_theta != 10000:
+    if config.positions.kind == "rope" and config.positions.theta != 10000:
         _log.warning(
-            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.rope_theta
+            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.positions.theta
         )
-    if (config.rope_scaling or {}).get("rope_type") == "llama3":
+    if (config.positions.scaling or {}).get("rope_type") == "llama3":
         _log.warning("rope is scaled: Megatron's legacy models ignore that")

@@ -34,7 +34,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
     naming = META if kind == "meta" and not is_llama3(config) else META_ROWS
     layout = Layout(tp=options.tp or 1)
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     placements: dict[Key, list[Placement]] = {}
     for rank in range(layout.tp):
         rows = family(config.family).rows

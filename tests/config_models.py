@@ -1,13 +1,13 @@
 """Configurations of every decoder: as config.json says them, and any that may be, for hypothesis."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from megaconv.families import families, family_of_hf
-from megaconv.model.config import ModelConfig
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.fields import changed, from_fields, per_layer
 from tests.strategies import Draw
 
 Raw = dict[str, Any]
@@ -142,14 +142,26 @@ def in_new_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
 
 
 IN_TENSORS = (
-    "layers", "hidden", "ffn", "vocab", "tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "sinks", "gated", "experts",
-    "moe_layers", "shared_gate", "router_bias", "dtype",
-)  # fmt: skip
+    *(
+        "layers.count",
+        "layers.mlp",
+        "hidden",
+        "vocab",
+        "tie_embeddings",
+        "mtp_layers",
+        "mlp.ffn",
+        "mlp.bias",
+        "mlp.gated",
+        "dtype",
+    ),
+    *("attention.qkv_bias", "attention.o_bias", "attention.qk_norm", "attention.sinks"),
+    *("experts.count", "experts.shared_gate", "experts.router_bias"),
+)
 
 
 def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
     """What a loader reads off the tensors."""
-    return {name: getattr(config, name) for name in (*IN_TENSORS, *more)}
+    return {name: value_of(config, name) for name in (*IN_TENSORS, *more)}
 
 
 @st.composite
@@ -187,30 +199,52 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     """The model with experts, as its family has them."""
     name, experts, moe_ffn = config.family, draw(st.integers(1, 9)), draw(st.integers(1, 99))
-    config = replace(config, experts=experts, experts_per_token=draw(st.integers(1, experts)), moe_ffn=moe_ffn)
+    config = changed(
+        config, {"experts.count": experts, "experts.per_token": draw(st.integers(1, experts)), "experts.ffn": moe_ffn}
+    )
     if name in ("mixtral", "gpt_oss"):
-        return replace(config, ffn=moe_ffn)
+        return changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
     if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
-        first = draw(st.integers(0, config.layers - 1))
-        config = replace(
+        first = draw(st.integers(0, config.layer_count - 1))
+        config = changed(
             config,
-            moe_layers=tuple(range(first, config.layers)) if first else None,
-            shared_ffn=moe_ffn * draw(st.integers(0, 3)),
-            router_scale=draw(st.sampled_from((1.0, 2.5))),
+            {
+                "layers.mlp": per_layer(range(first), config.layer_count, "dense", "experts"),
+                "experts.shared_ffn": moe_ffn * draw(st.integers(0, 3)),
+                "experts.scale": draw(st.sampled_from((1.0, 2.5))),
+            },
         )
         if name == "deepseek_v2":
-            return replace(config, renormalize=False)
+            return changed(config, {"experts.renormalize": False})
         groups, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4))
         if groups > 1:  # Megatron ranks groups as this class does only then
-            config = replace(config, experts=8 * groups, experts_per_token=2 * topk)
-        config = replace(config, router_score="sigmoid", router_bias=True, router_groups=groups, router_group_topk=topk)
-        return replace(config, rotary_percent=draw(st.sampled_from((0.25, 0.5, 1.0)))) if name == "glm4_moe" else config
-    layers = tuple(sorted(draw(st.sets(st.integers(0, config.layers - 1), min_size=1))))
-    config = replace(
-        config, moe_layers=layers if len(layers) < config.layers else None, renormalize=draw(st.booleans())
+            config = changed(config, {"experts.count": 8 * groups, "experts.per_token": 2 * topk})
+        config = changed(
+            config,
+            {
+                "experts.score": "sigmoid",
+                "experts.router_bias": True,
+                "experts.groups": groups,
+                "experts.group_topk": topk,
+            },
+        )
+        return (
+            changed(config, {"positions.rotary_percent": draw(st.sampled_from((0.25, 0.5, 1.0)))})
+            if name == "glm4_moe"
+            else config
+        )
+    layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
+    config = changed(
+        config,
+        {
+            "layers.mlp": per_layer(layers, config.layer_count, "experts", "dense"),
+            "experts.renormalize": draw(st.booleans()),
+        },
     )
     shared = draw(st.integers(1, 99))
-    return replace(config, shared_ffn=shared, shared_gate=True) if name == "qwen2_moe" else config
+    return (
+        changed(config, {"experts.shared_ffn": shared, "experts.shared_gate": True}) if name == "qwen2_moe" else config
+    )
 
 
 @st.composite
@@ -224,16 +258,18 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
         "original_max_position_embeddings": 99,
     }
     mscales = draw(st.sampled_from(({}, {"mscale": 0.7, "mscale_all_dim": 0.9})))
-    return replace(
+    return changed(
         config,
-        norm_epsilon=1e-6,
-        kv_heads=config.heads,
-        rope_dim=rope_dim,
-        head_dim=rope_dim + draw(st.integers(1, 9)),
-        v_dim=draw(st.integers(1, 9)),
-        kv_rank=draw(st.integers(1, 9)),
-        q_rank=draw(st.integers(0, 9)),
-        rope_scaling=draw(st.sampled_from((None, yarn | mscales))),
+        {
+            "norm.epsilon": 1e-6,
+            "attention.kv_heads": config.attention.heads,
+            "latent.rope_dim": rope_dim,
+            "attention.head_dim": rope_dim + draw(st.integers(1, 9)),
+            "latent.v_dim": draw(st.integers(1, 9)),
+            "latent.kv_rank": draw(st.integers(1, 9)),
+            "latent.q_rank": draw(st.integers(0, 9)),
+            "positions.scaling": draw(st.sampled_from((None, yarn | mscales))),
+        },
     )
 
 
@@ -244,55 +280,57 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "gpt2":
         return draw(gpt2_configs())
     layers, kv_heads = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    config = ModelConfig(
-        family=name,
-        layers=layers,
-        hidden=draw(st.integers(1, 99)),
-        heads=kv_heads * draw(st.integers(1, 4)),
-        kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 50)),
-        ffn=draw(st.integers(1, 99)),
-        vocab=draw(st.integers(1, 999)),
-        max_positions=draw(st.integers(1, 9999)),
-        norm_epsilon=draw(st.sampled_from((1e-5, 1e-6, 3e-7))),
-        rope_theta=draw(st.sampled_from((1e4, 5e5, 1e6, 12345.5))),
-        rope_scaling=draw(scalings()),
-        tie_embeddings=draw(st.booleans()),
-        dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+    config = from_fields(
+        name,
+        {
+            "layers.count": layers,
+            "hidden": draw(st.integers(1, 99)),
+            "attention.heads": kv_heads * draw(st.integers(1, 4)),
+            "attention.kv_heads": kv_heads,
+            "attention.head_dim": 2 * draw(st.integers(1, 50)),
+            "mlp.ffn": draw(st.integers(1, 99)),
+            "vocab": draw(st.integers(1, 999)),
+            "max_positions": draw(st.integers(1, 9999)),
+            "norm.epsilon": draw(st.sampled_from((1e-5, 1e-6, 3e-7))),
+            "positions.theta": draw(st.sampled_from((1e4, 5e5, 1e6, 12345.5))),
+            "positions.scaling": draw(scalings()),
+            "tie_embeddings": draw(st.booleans()),
+            "dtype": draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+        },
     )
     if name == "llama":
         bias = draw(st.booleans())
-        return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+        return changed(config, {"attention.qkv_bias": bias, "attention.o_bias": bias, "mlp.bias": bias})
     if name == "gemma":
         scale = config.hidden**0.5
-        return replace(config, zero_centered_norm=True, activation="gelu_tanh", embedding_scale=scale)
+        return changed(config, {"norm.zero_centered": True, "mlp.activation": "gelu_tanh", "embedding_scale": scale})
     if name.startswith("deepseek"):
         return draw(with_latent_attention(draw(with_experts(config))))
     if name == "mistral":
-        return replace(config, sliding_window=draw(st.integers(1, 99)))
+        return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":
-        return replace(config, sliding_window=draw(st.none() | st.integers(1, 99)), rope_scaling=None)
+        return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
     if name in EXPERT_WORDS:
         config = draw(with_experts(config))
     if name == "glm4_moe":
-        if config.rotary_percent != 1 and (config.rope_scaling or {}).get("rope_type") == "yarn":
-            config = replace(config, rope_scaling=None)  # Megatron's yarn is for whole heads
-        return replace(config, qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
+        if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
+            config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
+        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": draw(st.booleans())})
     if name == "gpt_oss":
-        experts = {"activation": "quick_gelu", "glu_limit": draw(st.sampled_from((7.0, 5.5))), "glu_offset": 1.0}
-        biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "sinks"), True)
-        config = replace(config, **experts, **biases)
+        experts = {"mlp.activation": "quick_gelu", "mlp.clamp": draw(st.sampled_from((7.0, 5.5))), "mlp.offset": 1.0}
+        biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.sinks"), True)
+        config = changed(config, {**experts, **biases})
     if name in ("mixtral", "qwen3_moe"):
         window = draw(st.none() | st.integers(1, 99))
-        return replace(config, sliding_window=window, qk_norm=name == "qwen3_moe")
+        return changed(config, {"layers.window": window, "attention.qk_norm": name == "qwen3_moe"})
     if name != "gpt_oss":
-        config = replace(config, qkv_bias=name in ("qwen2", "qwen2_moe"), qk_norm=name == "qwen3")
-    windowed = tuple(sorted(draw(st.sets(st.integers(0, layers - 1)))))
-    if not windowed:
+        config = changed(
+            config, {"attention.qkv_bias": name in ("qwen2", "qwen2_moe"), "attention.qk_norm": name == "qwen3"}
+        )
+    windowed = draw(st.sets(st.integers(0, layers - 1)))
+    if not windowed or (name == "llama" and len(windowed) == layers):
         return config
-    return replace(
-        config, sliding_window=draw(st.integers(1, 99)), windowed_layers=windowed if len(windowed) < layers else None
-    )
+    return changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
 
 
 LLAMA = read(in_old_words(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))

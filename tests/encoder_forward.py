@@ -27,7 +27,7 @@ class Forward:
         if f"{name}.weight" not in self.tensors:
             return x
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
-        return layer_norm(x, (self.config.hidden,), weight, bias, self.config.norm_epsilon)
+        return layer_norm(x, (self.config.hidden,), weight, bias, self.config.norm.epsilon)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.tensors["embed.weight"][tokens] + self.tensors["positions.weight"][: tokens.shape[1]]
@@ -35,7 +35,7 @@ class Forward:
     def attend(self, name: str, x: Tensor, to: Tensor, mask: Masks) -> Tensor:
         """mask: true where a token may look, None for everywhere."""
         heads = [
-            self.linear(f"{name}.{word}", source).unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
+            self.linear(f"{name}.{word}", source).unflatten(-1, (self.config.attention.heads, -1)).transpose(1, 2)
             for word, source in (("q", x), ("k", to), ("v", to))
         ]
         found = scaled_dot_product_attention(*heads, attn_mask=mask)
@@ -44,16 +44,16 @@ class Forward:
     def layer(self, name: str, x: Tensor, mask: Masks, memory: Tensor | None = None) -> Tensor:
         """memory: what a decoder attends to."""
         normed = self.norm(f"{name}.input_norm", x)
-        carried = normed if self.config.post_norm else x
+        carried = normed if self.config.has("post_norm") else x
         x = carried + self.attend(f"{name}.attn", normed, normed, mask)
         if memory is not None:
             x = x + self.attend(f"{name}.cross", self.norm(f"{name}.cross_norm", x), memory, None)
         normed = self.norm(f"{name}.mlp_norm", x)
-        carried = normed if self.config.post_norm else x
+        carried = normed if self.config.has("post_norm") else x
         return carried + self.linear(f"{name}.mlp.down", self.activate(self.linear(f"{name}.mlp.up", normed)))
 
     def activate(self, x: Tensor) -> Tensor:
-        return gelu(x, approximate="tanh" if self.config.activation == "gelu_tanh" else "none")
+        return gelu(x, approximate="tanh" if self.config.mlp.activation == "gelu_tanh" else "none")
 
     def head(self, x: Tensor) -> Tensor:
         return x @ self.tensors["embed.weight"].T + self.tensors["head.bias"]
@@ -63,10 +63,10 @@ def bert(checkpoint: Checkpoint, tokens: Tensor, may_look: Tensor, types: Tensor
     """(logits [batch, sequence, vocabulary], logits of the binary head [batch, 2])."""
     model = Forward(checkpoint)
     x = model.embed(tokens) + model.tensors["token_types.weight"][types]
-    for layer in range(model.config.layers):
+    for layer in range(model.config.layer_count):
         x = model.layer(f"encoder.layers.{layer}", x, may_look.bool()[:, None, None, :])
     x = model.norm("final_norm", x)
-    approximate = "tanh" if model.config.head_activation == "gelu_tanh" else "none"
+    approximate = "tanh" if model.config.head.activation == "gelu_tanh" else "none"
     transformed = model.norm("transform.norm", gelu(model.linear("transform.dense", x), approximate=approximate))
     return model.head(transformed), model.linear("binary_head", model.linear("pooler", x[:, 0]).tanh())
 
@@ -75,10 +75,10 @@ def t5(checkpoint: Checkpoint, tokens: Tensor, decoder_tokens: Tensor) -> Tensor
     """Logits [batch, sequence of the decoder, vocabulary]; learned positions."""
     model, length = Forward(checkpoint), decoder_tokens.shape[1]
     x = model.embed(tokens)
-    for layer in range(model.config.encoder_layers):
+    for layer in range(model.config.encoder.layers):
         x = model.layer(f"encoder.layers.{layer}", x, None)
     memory = model.norm("encoder.final_norm", x)
     x, causal = model.embed(decoder_tokens), torch.ones(length, length, dtype=torch.bool).tril()
-    for layer in range(model.config.layers):
+    for layer in range(model.config.layer_count):
         x = model.layer(f"decoder.layers.{layer}", x, causal, memory)
     return model.head(model.norm("decoder.final_norm", x))

@@ -39,7 +39,7 @@ def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
     """Whether a checkpoint has every tensor of a file with Hugging Face names, bit for bit, and no other."""
     expected = safetensors.read(expected_file)
     config = checkpoint.config
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
     seen = set()
     for native in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab):
@@ -60,7 +60,7 @@ EXPECTED_SLOTS = {"fp32_param": MASTER, "fp32": MASTER, EXP_AVG: EXP_AVG, EXP_AV
 def assert_holds_optimizer(checkpoint: Checkpoint, expected_file: Path) -> None:
     """Whether a checkpoint has every optimizer tensor of such a file, bit for bit; an fp32 weight is its own master."""
     config = checkpoint.config
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
     natives = [n for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab) if n.copy is None]
     expected = safetensors.read(expected_file)

@@ -1,11 +1,10 @@
 """Random models and layouts for property tests: small, and with every feature that the tables know."""
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
 
 from megaconv.families import families
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed, from_fields, per_layer
 from megaconv.model.layout import Layout
 from megaconv.model.naming import HF, LEGACY, META, NAMINGS, Naming
 from megaconv.model.table import expressible
@@ -21,6 +20,16 @@ def stores_experts(naming: Naming) -> bool:
     """Whether it is about how experts are stored."""
     return any(variant.endswith(("grouped", "stacked")) for variant in naming.variants)
 
+
+FEATURES = {
+    "qkv_bias": "attention.qkv_bias",
+    "o_bias": "attention.o_bias",
+    "mlp_bias": "mlp.bias",
+    "qk_norm": "attention.qk_norm",
+    "shared_gate": "experts.shared_gate",
+    "router_bias": "experts.router_bias",
+}
+"""What a table's rows call it -> the field of the configuration."""
 
 SPELLED = [
     (family, naming)
@@ -64,8 +73,8 @@ def layouts(draw: Draw, layers: int, tp: int = 1, ep: int = 1, etp: int = 1) -> 
 def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
     """An encoder and its decoder on stages of their own."""
     ours, theirs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    encoder = draw(stage_splits(config.encoder_layers, ours))
-    stages = (0,) * ours + draw(stage_splits(config.layers, theirs))
+    encoder = draw(stage_splits(config.encoder.layers, ours))
+    stages = (0,) * ours + draw(stage_splits(config.layer_count, theirs))
     return Layout(tp, ours + theirs, stage_layers=stages, encoder_stage_layers=encoder)
 
 
@@ -77,49 +86,66 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     shares_heads = naming.scheme == "core" and heads > kv_heads and not has_latent_attention(family)
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
-    features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "shared_gate", "router_bias")
-    config = ModelConfig(
-        family=family,
-        layers=layers,
-        hidden=(tp if naming == META else 1) * draw(st.integers(1, 9)),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 2)),
-        ffn=tp * draw(st.integers(1, 4)),
-        vocab=draw(st.integers(1, 40)),
-        max_positions=draw(st.integers(1, 9)),
-        norm_epsilon=1e-5,
-        rope_theta=10000.0,
-        tie_embeddings=draw(st.booleans()),
-        **{name: speaks_of(family, naming, name) and draw(st.booleans()) for name in features},
+    config = from_fields(
+        family,
+        {
+            "layers.count": layers,
+            "hidden": (tp if naming == META else 1) * draw(st.integers(1, 9)),
+            "attention.heads": heads,
+            "attention.kv_heads": kv_heads,
+            "attention.head_dim": 2 * draw(st.integers(1, 2)),
+            "mlp.ffn": tp * draw(st.integers(1, 4)),
+            "vocab": draw(st.integers(1, 40)),
+            "max_positions": draw(st.integers(1, 9)),
+            "norm.epsilon": 1e-5,
+            "positions.theta": 10000.0,
+            "tie_embeddings": draw(st.booleans()),
+            **{field: speaks_of(family, naming, name) and draw(st.booleans()) for name, field in FEATURES.items()},
+        },
     )
     if family == "bert":
         old = naming in (HF, LEGACY) and draw(st.booleans())
-        return replace(config, post_norm=old, token_types=draw(st.integers(0, 2)), binary_head=draw(st.booleans()))
+        return changed(
+            config,
+            {
+                "norm.place": "after_sum" if old else "before",
+                "token_types": draw(st.integers(0, 2)),
+                "head.binary": draw(st.booleans()),
+            },
+        )
     if family == "t5":
         kinds = ("rope", "learned", "relative") if naming != LEGACY else ("rope", "learned")
-        flags = {name: draw(st.booleans()) for name in ("gated", "final_norm", "head_bias")}
-        sizes = {"encoder_layers": draw(st.integers(1, 4)), "relative_buckets": draw(st.integers(1, 8))}
+        flags = {name: draw(st.booleans()) for name in ("mlp.gated", "norm.final", "head.bias")}
+        sizes = {"encoder.layers": draw(st.integers(1, 4)), "positions.buckets": draw(st.integers(1, 8))}
         norm = draw(st.sampled_from(("RMSNorm", "LayerNorm")))
-        return replace(config, positions=draw(st.sampled_from(kinds)), normalization=norm, **flags, **sizes)
+        return changed(config, {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes})
     if not has_experts(family):
         return config
     if has_latent_attention(family):
-        latent = {name: tp * draw(st.integers(1, 2)) for name in ("kv_rank", "rope_dim")}
+        latent = {name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")}
         q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
-        head_dim = latent["rope_dim"] + draw(st.integers(1, 3))
-        config = replace(
-            config, heads=kv_heads, head_dim=head_dim, v_dim=draw(st.integers(1, 3)), q_rank=q_rank, **latent
+        head_dim = latent["latent.rope_dim"] + draw(st.integers(1, 3))
+        config = changed(
+            config,
+            {
+                "attention.heads": kv_heads,
+                "attention.head_dim": head_dim,
+                "latent.v_dim": draw(st.integers(1, 3)),
+                "latent.q_rank": q_rank,
+                **latent,
+            },
         )
     if has_mtp(family):
-        config = replace(config, hidden=tp * config.hidden, mtp_layers=draw(st.integers(0, 2)))
-    return replace(
+        config = changed(config, {"hidden": tp * config.hidden, "mtp_layers": draw(st.integers(0, 2))})
+    return changed(
         config,
-        experts=ep * draw(st.integers(1, 3)),
-        experts_per_token=1,
-        moe_ffn=etp * draw(st.integers(1, 4)),
-        moe_layers=draw(st.none() | st.sets(st.integers(0, layers - 1)).map(lambda found: tuple(sorted(found)))),
-        shared_ffn=tp * draw(st.integers(0, 3)),
+        {
+            "experts.count": ep * draw(st.integers(1, 3)),
+            "experts.per_token": 1,
+            "experts.ffn": etp * draw(st.integers(1, 4)),
+            "layers.mlp": per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, "dense", "experts"),
+            "experts.shared_ffn": tp * draw(st.integers(0, 3)),
+        },
     )
 
 
@@ -130,6 +156,6 @@ def sharded_models(draw: Draw) -> tuple[ModelConfig, Naming, Layout]:
     tp, ep = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1
     etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp])) if has_experts(family) else 1
     config = draw(models(family, naming, tp, ep, etp))
-    if config.encoder_layers and naming.scheme in ("core", "legacy") and draw(st.booleans()):
+    if config.encoder.layers and naming.scheme in ("core", "legacy") and draw(st.booleans()):
         return config, naming, draw(layouts_apart(config, tp))
-    return config, naming, draw(layouts(config.layers, tp, ep, etp))
+    return config, naming, draw(layouts(config.layer_count, tp, ep, etp))

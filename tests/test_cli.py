@@ -551,10 +551,6 @@ def test_a_usage_error_ends_with_status_2(hf: Path, tmp_path: Path) -> None:
     assert_refused(run("inspect", tmp_path), 2, "no checkpoint that we know")
 
 
-def test_an_error_leaves_stdout_empty_even_where_json_was_asked_for(tmp_path: Path) -> None:
-    assert_refused(run("inspect", tmp_path / "nothing", "--json"), 2, "no such file or directory")
-
-
 def test_a_loss_that_nobody_knows_can_not_be_allowed(hf: Path, tmp_path: Path) -> None:
     options = ("--saver", "core", "--save-dir", tmp_path / "out", "--allow-lossy", "rope-scaling")
     assert_refused(run("convert", "--load-dir", hf, *options), 2, "rope-scaling", "rope_scaling")

@@ -69,7 +69,7 @@ def test_torchtitans_names_and_rotary_order_are_read(model: Path, tmp_path: Path
     opened = megaconv.open(path)
     assert megaconv.diff(path, model).same
     assert "torchtitan" in megaconv.inspect(path).header.source
-    assert opened.config.layers == 2
+    assert opened.config.layer_count == 2
 
 
 def test_pytorch_loads_what_we_write_and_we_read_it_again(model: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def hf_name(key: str) -> str:
 def assert_holds_weights(path: Path, expected: dict[str, FileTensor]) -> None:
     checkpoint = megaconv.open(path)
     config = checkpoint.config
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
     natives = [n for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab) if n.copy is None]
     assert {native.name for native in natives} == set(expected)

@@ -1,7 +1,6 @@
 """What transformers itself makes of the words of a config.json."""
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ from hypothesis import strategies as st
 
 from megaconv.errors import NotExpressible
 from megaconv.families import family
-from megaconv.model.config import ModelConfig
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.fields import changed, fields_of
 from tests.config_models import (
     LLAMA_LIKE,
     SCALED,
@@ -47,21 +47,21 @@ def as_transformers_has_it(raw: Raw) -> Any:
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     latent = latent_as_transformers_has_it(config) if raw["model_type"].startswith("deepseek") else {}
     return {
-        "layers": config.num_hidden_layers,
+        "layers.count": config.num_hidden_layers,
         "hidden": config.hidden_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "ffn": config.intermediate_size,
+        "attention.heads": config.num_attention_heads,
+        "attention.kv_heads": config.num_key_value_heads,
+        "attention.head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "mlp.ffn": config.intermediate_size,
         "vocab": config.vocab_size,
         "max_positions": config.max_position_embeddings,
-        "norm_epsilon": config.rms_norm_eps,
-        "rope_theta": rope.pop("rope_theta"),
-        "rotary_percent": rope.pop("partial_rotary_factor", 1.0),
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "norm.epsilon": config.rms_norm_eps,
+        "positions.theta": rope.pop("rope_theta"),
+        "positions.rotary_percent": rope.pop("partial_rotary_factor", 1.0),
+        "positions.scaling": None if rope["rope_type"] == "default" else rope,
         "tie_embeddings": config.tie_word_embeddings,
-        "o_bias": getattr(config, "attention_bias", False) and raw["model_type"] != "glm4_moe",
-        "mlp_bias": getattr(config, "mlp_bias", False),
+        "attention.o_bias": getattr(config, "attention_bias", False) and raw["model_type"] != "glm4_moe",
+        "mlp.bias": getattr(config, "mlp_bias", False),
         "windows": windows,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": tuple(config.eos_token_id) if isinstance(config.eos_token_id, list) else config.eos_token_id,
@@ -73,12 +73,12 @@ def as_transformers_has_it(raw: Raw) -> Any:
 
 def latent_as_transformers_has_it(config: Any) -> Raw:
     return {
-        "kv_heads": config.num_attention_heads,
-        "head_dim": config.qk_head_dim,
-        "rope_dim": config.qk_rope_head_dim,
-        "v_dim": config.v_head_dim,
-        "kv_rank": config.kv_lora_rank,
-        "q_rank": config.q_lora_rank or 0,
+        "attention.kv_heads": config.num_attention_heads,
+        "attention.head_dim": config.qk_head_dim,
+        "latent.rope_dim": config.qk_rope_head_dim,
+        "latent.v_dim": config.v_head_dim,
+        "latent.kv_rank": config.kv_lora_rank,
+        "latent.q_rank": config.q_lora_rank or 0,
         "mtp_layers": getattr(config, "num_nextn_predict_layers", 0),
     }
 
@@ -86,53 +86,60 @@ def latent_as_transformers_has_it(config: Any) -> Raw:
 def experts_as_transformers_has_them(config: Any) -> Raw:
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
-        experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size}
-        return experts | {"experts_per_token": config.num_experts_per_tok, "moe_layers": None}
+        experts = {"experts.count": config.num_local_experts, "experts.ffn": config.intermediate_size}
+        return experts | {"experts.per_token": config.num_experts_per_tok, "moe_layers": None}
     if config.model_type == "gpt_oss":
-        biases = {"qkv_bias": config.attention_bias, "mlp_bias": True}
-        experts = {"experts": config.num_local_experts, "moe_ffn": config.intermediate_size, "moe_layers": None}
-        return biases | experts | {"experts_per_token": config.num_experts_per_tok, "glu_limit": config.swiglu_limit}
+        biases = {"attention.qkv_bias": config.attention_bias, "mlp.bias": True}
+        experts = {
+            "experts.count": config.num_local_experts,
+            "experts.ffn": config.intermediate_size,
+            "moe_layers": None,
+        }
+        return biases | experts | {"experts.per_token": config.num_experts_per_tok, "mlp.clamp": config.swiglu_limit}
     if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         moe_layers = [layer for layer in layers if layer >= config.first_k_dense_replace]
         more = {
-            "experts": config.n_routed_experts,
-            "shared_ffn": config.n_shared_experts * config.moe_intermediate_size,
-            "router_scale": config.routed_scaling_factor,
-            "qkv_bias": config.attention_bias,
+            "experts.count": config.n_routed_experts,
+            "experts.shared_ffn": config.n_shared_experts * config.moe_intermediate_size,
+            "experts.scale": config.routed_scaling_factor,
+            "attention.qkv_bias": config.attention_bias,
         }
         if config.model_type != "deepseek_v2":
-            more |= {"router_groups": config.n_group, "router_group_topk": config.topk_group}
+            more |= {"experts.groups": config.n_group, "experts.group_topk": config.topk_group}
         if config.model_type == "glm4_moe":
-            more |= {"qk_norm": config.use_qk_norm}
+            more |= {"attention.qk_norm": config.use_qk_norm}
     elif config.model_type in ("qwen2_moe", "qwen3_moe"):
         dense, step = config.mlp_only_layers, config.decoder_sparse_step
         moe_layers = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
-        more = {"experts": config.num_experts}
+        more = {"experts.count": config.num_experts}
         if config.model_type == "qwen2_moe":
-            more |= {"shared_ffn": config.shared_expert_intermediate_size, "qkv_bias": config.qkv_bias}
+            more |= {
+                "experts.shared_ffn": config.shared_expert_intermediate_size,
+                "attention.qkv_bias": config.qkv_bias,
+            }
     else:
         return {}
     return more | {
-        "experts_per_token": config.num_experts_per_tok,
-        "moe_ffn": config.moe_intermediate_size,
+        "experts.per_token": config.num_experts_per_tok,
+        "experts.ffn": config.moe_intermediate_size,
         "moe_layers": None if len(moe_layers) == len(layers) else tuple(moe_layers),
-        "renormalize": config.norm_topk_prob,
+        "experts.renormalize": config.norm_topk_prob,
     }
 
 
 def gpt2_as_transformers_has_it(config: Any) -> Raw:
     activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     return {
-        "layers": config.n_layer,
+        "layers.count": config.n_layer,
         "hidden": config.n_embd,
-        "heads": config.n_head,
-        "kv_heads": config.n_head,
-        "head_dim": config.n_embd // config.n_head,
-        "ffn": config.n_inner or 4 * config.n_embd,
+        "attention.heads": config.n_head,
+        "attention.kv_heads": config.n_head,
+        "attention.head_dim": config.n_embd // config.n_head,
+        "mlp.ffn": config.n_inner or 4 * config.n_embd,
         "vocab": config.vocab_size,
         "max_positions": config.n_positions,
-        "norm_epsilon": config.layer_norm_epsilon,
-        "activation": activations[config.activation_function],
+        "norm.epsilon": config.layer_norm_epsilon,
+        "mlp.activation": activations[config.activation_function],
         "tie_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": tuple(config.eos_token_id) if isinstance(config.eos_token_id, list) else config.eos_token_id,
@@ -142,9 +149,11 @@ def gpt2_as_transformers_has_it(config: Any) -> Raw:
 
 def as_we_have_it(config: ModelConfig) -> dict[str, Any]:
     """Ours in the same words."""
-    windowed = range(config.layers) if config.windowed_layers is None else config.windowed_layers
-    described = {item: getattr(config, item) for item in vars(config)}
-    described["windows"] = [config.sliding_window if layer in windowed else None for layer in range(config.layers)]
+    described = fields_of(config)
+    described["windows"] = [kind.window for kind in config.layers]
+    described["moe_layers"] = (
+        None if config.layers_with("moe") == tuple(range(config.layer_count)) else config.layers_with("moe")
+    )
     return described
 
 
@@ -201,8 +210,8 @@ def test_keys_that_a_gpt2_leaves_out_have_the_values_that_transformers_gives_the
 
 def test_a_gpt2_has_learned_positions_layer_norms_and_biases() -> None:
     config = read(raw_gpt2())
-    assert (config.positions, config.normalization, config.gated) == ("learned", "LayerNorm", False)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.tie_embeddings) == (True,) * 4
+    assert (config.positions.kind, config.norm.kind, config.mlp.gated) == ("learned", "LayerNorm", False)
+    assert (config.qkv_bias, config.attention.o_bias, config.mlp.bias, config.tie_embeddings) == (True,) * 4
 
 
 @pytest.mark.parametrize(
@@ -227,7 +236,7 @@ def test_a_gpt2_that_computes_something_else_is_refused(words: Raw) -> None:
     ],
 )
 def test_layers_have_experts_where_the_config_says_so(name: str, words: Raw, layers: tuple[int, ...] | None) -> None:
-    assert read(raw_config(name, **words)).moe_layers == layers
+    assert read(raw_config(name, **words)).layers_with("moe") == (layers or (0, 1, 2, 3))
 
 
 @pytest.mark.oracle
@@ -241,7 +250,7 @@ def test_keys_that_are_null_have_the_values_that_transformers_gives_them(name: s
 
 @pytest.mark.parametrize("name", LLAMA_LIKE)
 def test_key_value_heads_that_are_null_are_as_many_as_heads(name: str) -> None:
-    assert read(raw_config(name, num_attention_heads=16, num_key_value_heads=None)).kv_heads == 16
+    assert read(raw_config(name, num_attention_heads=16, num_key_value_heads=None)).attention.kv_heads == 16
 
 
 WINDOW_WORDS = st.fixed_dictionaries(
@@ -295,7 +304,7 @@ def test_a_qwen_has_its_window_only_where_it_says_so(name: str, words: Raw, wind
 )
 def test_a_mistral_has_a_window_unless_it_says_no(words: Raw, window: int | None) -> None:
     config = read(raw_config("mistral", **words))
-    assert (config.sliding_window, config.windowed_layers) == (window, None)
+    assert value_of(config, "layers.window") == window
 
 
 @pytest.mark.oracle
@@ -303,12 +312,12 @@ def test_a_mistral_has_a_window_unless_it_says_no(words: Raw, window: int | None
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config: ModelConfig) -> None:
     if config.family != "gpt2":
-        heads = config.kv_heads  # transformers wants a hidden size that heads divide
-        config = replace(config, heads=heads, hidden=heads * config.hidden)
+        heads = config.attention.kv_heads  # transformers wants a hidden size that heads divide
+        config = changed(config, {"attention.heads": heads, "hidden": heads * config.hidden})
     if config.family == "gemma":
-        config = replace(config, embedding_scale=config.hidden**0.5)
+        config = changed(config, {"embedding_scale": config.hidden**0.5})
     theirs = as_transformers_has_it(family(config.family).write_hf(config))
     ours = as_we_have_it(config)
     if config.family == "qwen2":
-        theirs["head_dim"] = ours["head_dim"]
+        theirs["attention.head_dim"] = ours["attention.head_dim"]
     assert {name: ours[name] for name in theirs} == theirs

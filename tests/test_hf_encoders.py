@@ -172,7 +172,7 @@ def test_a_masked_language_models_files_may_hold_the_other_head_too(models: Mode
     tensors = load_file(source / "model.safetensors")
     said = save_as(tmp_path / "said", source, tensors, architectures=["BertForMaskedLM"])
     legacy = convert(said, tmp_path / "legacy", "legacy", tp=2)
-    assert open_checkpoint(legacy).config.binary_head
+    assert open_checkpoint(legacy).config.head.binary
     assert weights(legacy) == weights(source)
 
 
@@ -206,11 +206,11 @@ def test_two_activations_are_refused_unless_that_is_allowed(models: Models, tmp_
     assert weights(hf) == weights(core)
     assert "--allow-lossy activation" in refused(hf, tmp_path / "again", "core")
     back = convert(hf, tmp_path / "back", allow_lossy=("activation",))
-    assert (open_checkpoint(back).config.activation, open_checkpoint(back).config.head_activation) == (
+    assert (open_checkpoint(back).config.mlp.activation, open_checkpoint(back).config.head.activation) == (
         "gelu_tanh",
         "gelu",
     )
-    assert open_checkpoint(core).config.head_activation == "gelu"
+    assert open_checkpoint(core).config.head.activation == "gelu"
 
 
 def test_what_the_allowed_loss_changes_is_small(tmp_path: Path) -> None:
@@ -243,7 +243,12 @@ def hf_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_t5_is_read_and_written_and_nothing_that_megatron_has(hf_t5: Path, tmp_path: Path) -> None:
     config = open_checkpoint(hf_t5).config
-    assert (config.encoder_layers, config.layers, config.positions, config.relative_buckets) == (3, 2, "relative", 6)
+    assert (config.encoder.layers, config.layer_count, config.positions.kind, config.positions.buckets) == (
+        3,
+        2,
+        "relative",
+        6,
+    )
     copy = convert(hf_t5, tmp_path / "copy", "hf")
     found, expected = (load_file(path / "model.safetensors") for path in (copy, hf_t5))
     assert found.keys() == expected.keys()

@@ -110,7 +110,7 @@ def test_an_interruption_is_told_as_such(
 ) -> None:
     """A signal may come while Condition.wait() takes its lock back: then leaving the lock fails."""
 
-    def interrupted() -> None:
+    def interrupted(**_: object) -> None:
         try:
             raise Interrupted
         finally:
@@ -199,7 +199,7 @@ def test_an_interrupted_reading_command_ends_at_once(model: Path, tmp_path: Path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_with_resume_an_interrupted_conversion_keeps_what_it_has_done(model: Path, number: int) -> None:
     expected = complete_outcome(model)
-    before = slow(Path("/dev/null"), 0.1) + "from megaconv import transfer; transfer.JOURNAL_SECONDS = 0"
+    before = slow(Path("/dev/null"), 0.1) + "from megaconv.engine import transfer; transfer.JOURNAL_SECONDS = 0"
     with under_way(model, "--resume", before=before) as process:
         wait(lambda: (staging(model) / "journal.jsonl").read_text().count("\n") > 4)
         process.send_signal(number)

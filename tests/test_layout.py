@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 
 from formats import torch_zip
 from megaconv.checkpoint import open_checkpoint
+from megaconv.commands.command_options import numbers
 from megaconv.errors import LayoutError
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, parse_pattern, split_arguments, split_layers
+from megaconv.model.layout import (
+    Chunk,
+    LayerSplit,
+    Layout,
+    padded_vocab,
+    parse_pattern,
+    split_arguments,
+    split_layers,
+    uneven_splits,
+)
 from tests.conftest import FIXTURES
 from tests.strategies import layouts
 
@@ -334,3 +344,32 @@ def test_megatrons_own_arguments_lead_to_the_placement_that_it_chose(name: str) 
 )
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(vocab: int, divisor: int, tp: int, rows: int) -> None:
     assert padded_vocab(vocab, divisor, tp) == rows
+
+
+@given(layers=st.integers(1, 130), pp=st.integers(2, 20), vpp=st.integers(1, 4))
+def test_every_uneven_split_that_is_proposed_works_and_is_nearly_even(layers: int, pp: int, vpp: int) -> None:
+    ways = uneven_splits(layers, pp, vpp)
+    assert bool(ways) == (layers >= pp * vpp)
+    for way in ways:
+        option, value = way.split()
+        split = LayerSplit(layers=numbers(value)) if option == "--layer-split" else LayerSplit(last=int(value))
+        stages = split_layers(layers, pp, vpp, split)
+        assert sum(stages) == layers
+        assert min(stages) > 0
+        assert stages[-1] == min(stages)
+        if option == "--layer-split":
+            assert max(stages) - min(stages) <= 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "ways"),
+    [
+        (61, 16, 1, ["--decoder-last-pipeline-num-layers 1", f"--layer-split {'4,' * 13}3,3,3"]),
+        (126, 16, 1, ["--decoder-last-pipeline-num-layers 6", f"--layer-split {'8,' * 14}7,7"]),
+        (10, 4, 1, ["--decoder-last-pipeline-num-layers 1", "--layer-split 3,3,2,2"]),
+        (7, 2, 2, ["--layer-split 2,2,2,1"]),
+        (3, 4, 1, []),
+    ],
+)
+def test_splits_that_are_proposed(layers: int, pp: int, vpp: int, ways: list[str]) -> None:
+    assert uneven_splits(layers, pp, vpp) == ways

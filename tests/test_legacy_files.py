@@ -90,13 +90,18 @@ def test_every_weight_is_read_bit_for_bit(name: str) -> None:
 def test_what_old_arguments_leave_out_is_known(name: str, activation: str, version: int) -> None:
     _, source = open_source(FIXTURES / name / "checkpoint", None, LOAD)
     config = source.header.config
-    assert (config.family, config.activation, config.positions, config.normalization) == (
+    assert (config.family, config.mlp.activation, config.positions.kind, config.norm.kind) == (
         "gpt2",
         activation,
         "learned",
         "LayerNorm",
     )
-    assert (config.head_dim, config.kv_heads, config.ffn, config.tie_embeddings) == (8, 4, 128, True)
+    assert (config.attention.head_dim, config.attention.kv_heads, config.mlp.ffn, config.tie_embeddings) == (
+        8,
+        4,
+        128,
+        True,
+    )
     assert source.header.source == f"legacy, torch format, checkpoint version {version}"
 
 

@@ -1,7 +1,7 @@
 """Meta's original files and Mistral's: read, written, and the same model by logits in Meta's own way to compute them."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
 from megaconv.errors import CheckpointError
 from megaconv.families.parts.meta_params import ffn_width, write_params
+from megaconv.model.fields import changed
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
 from tests.models import write_llama
@@ -319,7 +320,7 @@ def test_mistrals_files_make_a_round_trip(way: str, files: int, tmp_path: Path) 
     assert after == before | {"max_seq_len": 32768}
     assert (back / "tekken.json").read_text() == "{}"
     config = open_source(between)[1].header.config
-    assert (config.family, config.head_dim, config.sliding_window) == ("mistral", 32, 16)
+    assert (config.family, config.attention.head_dim, config.window) == ("mistral", 32, 16)
 
 
 # What params.json says.
@@ -338,7 +339,18 @@ def test_published_widths_are_spelled_as_meta_spells_them(
     hf = write_llama(tmp_path / "hf", layers=1)
     config = open_source(hf)[1].header.config
     words = write_params(
-        replace(config, hidden=dim, heads=32, kv_heads=32, head_dim=dim // 32, ffn=ffn), "meta", allow_lossy=False
+        changed(
+            config,
+            {
+                "hidden": dim,
+                "attention.heads": 32,
+                "attention.kv_heads": 32,
+                "attention.head_dim": dim // 32,
+                "mlp.ffn": ffn,
+            },
+        ),
+        "meta",
+        allow_lossy=False,
     )
     assert (words["multiple_of"], words.get("ffn_dim_multiplier")) == (multiple_of, multiplier)
     assert ffn_width(dim, multiple_of, multiplier) == ffn
@@ -347,7 +359,7 @@ def test_published_widths_are_spelled_as_meta_spells_them(
 @pytest.mark.parametrize("ffn", [1, 7, 56, 97, 2816, 11007, 100001])
 def test_any_width_has_words(ffn: int, tmp_path: Path) -> None:
     config = open_source(write_llama(tmp_path / "hf", layers=1))[1].header.config
-    words = write_params(replace(config, ffn=ffn), "meta", allow_lossy=False)
+    words = write_params(changed(config, {"mlp.ffn": ffn}), "meta", allow_lossy=False)
     assert ffn_width(32, words["multiple_of"], words.get("ffn_dim_multiplier")) == ffn
 
 
@@ -482,6 +494,12 @@ def test_a_model_that_params_json_has_no_words_for_is_refused(
 def test_what_these_files_cannot_be_is_refused(options: str, words: str, tmp_path: Path) -> None:
     hf = write_llama(tmp_path / "hf", vocab=132)
     refused(hf, tmp_path / "out", "llama_mistral", 2, words, options=options)
+
+
+def test_a_config_json_without_weights_of_its_own_does_not_hide_metas_files(tmp_path: Path) -> None:
+    write_meta(tmp_path / "meta", LLAMA3)
+    (tmp_path / "meta" / "config.json").write_text("{}")
+    assert open_source(tmp_path / "meta")[0] == "llama_mistral"
 
 
 def test_a_mixtral_is_read_under_megatrons_name_for_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import megaconv
 from megaconv import registry
 from megaconv.errors import CheckpointError, TargetExists, UnknownFormat
+from megaconv.model.fields import fields_of
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import run
@@ -50,7 +51,7 @@ def test_convert_reports_what_it_did(hf: Path, tmp_path: Path) -> None:
 def test_open_gives_configuration_layout_and_whole_tensors(hf: Path, core: Path) -> None:
     checkpoint, wanted = megaconv.open(core), load_file(hf / "model.safetensors")
     assert checkpoint.layout is not None
-    assert (checkpoint.layout.tp, checkpoint.layout.pp, checkpoint.config.kv_heads) == (2, 2, 4)
+    assert (checkpoint.layout.tp, checkpoint.layout.pp, checkpoint.config.attention.kv_heads) == (2, 2, 4)
     assert len(checkpoint.tensors) == len(wanted)
     assert checkpoint.tensors["layers.3.mlp.down.weight"].shape == (32, 56)
     for ours, theirs in {
@@ -200,7 +201,7 @@ import torch
 
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import Box, matrix_shape
-from megaconv.model.config import ModelConfig
+from megaconv.model.fields import from_fields
 from megaconv.model.ir import Header, Key, TensorInfo
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.model.natives import Region
@@ -219,7 +220,7 @@ def open(path, options):
 class Source:
     def __init__(self, path):
         self.arrays = dict(np.load(path))
-        config = ModelConfig(**json.loads(str(self.arrays.pop("config"))))
+        config = from_fields(**json.loads(str(self.arrays.pop("config"))))
         manifest = {Key(name): TensorInfo(array.shape, str(array.dtype)) for name, array in self.arrays.items()}
         self.header = Header(config, manifest, source="npz")
 
@@ -258,15 +259,15 @@ def npz(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "npz_plugin", raising=False)
     checkpoint = megaconv.open(hf)
-    config = {name: value for name, value in vars(checkpoint.config).items() if name != "hf"}
+    config = {"family": checkpoint.config.family, "values": fields_of(checkpoint.config)}
     arrays: dict[str, Any] = {name: checkpoint.load(name).numpy() for name in checkpoint.tensors}
     np.savez(tmp_path / "model.npz", **arrays, config=np.array(json.dumps(config)))
     return tmp_path / "model.npz"
 
 
 def test_plugins_are_listed_after_our_own(npz: Path) -> None:
-    assert registry.names("loaders") == [*registry.LOADERS, "npz"]
-    assert registry.names("savers") == [*registry.SAVERS, "canonical"]
+    assert list(registry.all_loaders()) == [*registry.LOADERS, "npz"]
+    assert list(registry.all_savers()) == [*registry.SAVERS, "canonical"]
     assert "npz           all tensors in one npz file" in run("formats").out
     with pytest.raises(UnknownFormat, match=r"no loader is called 'zip'; known are .*, npz"):
         registry.loader("zip")

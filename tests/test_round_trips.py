@@ -24,7 +24,7 @@ from megaconv.engine.cast import CastTensor
 from megaconv.engine.conversion import ConvertOptions, fingerprint
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
-from megaconv.model.config import config_differences
+from megaconv.model.fields import config_differences
 from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES

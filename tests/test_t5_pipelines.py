@@ -161,7 +161,7 @@ def test_a_decoder_of_another_depth_is_read_and_is_for_legacy_models(tmp_path: P
     edit(out, "mp_rank_00_001", deepen)
     edit(out, "mp_rank_00_000", lambda state: setattr(state["args"], "decoder_num_layers", 2))
     config = open_checkpoint(out).config
-    assert (config.encoder_layers, config.layers) == (1, 2)
+    assert (config.encoder.layers, config.layer_count) == (1, 2)
     assert "--saver legacy" in refused(out, tmp_path / "core", "core")
     legacy = convert(out, tmp_path / "legacy", "legacy", pp=3, split_rank=1)
     assert weights(legacy) == weights(out)

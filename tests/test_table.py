@@ -17,6 +17,7 @@ from megaconv.errors import LayoutError, NotExpressible, TensorMismatch
 from megaconv.families import families
 from megaconv.megatron.states.names import core_order
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.naming import CORE, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL, HF, LEGACY, META, NAMINGS, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
@@ -32,43 +33,75 @@ from megaconv.model.table import (
     expand,
     expressible,
 )
-from tests.strategies import SPELLED, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
+from tests.strategies import FEATURES, SPELLED, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
 
 Labels = dict[str, NDArray[np.int64]]
 PADDING = -1
 
-EVERYTHING = ModelConfig(
-    "llama", layers=2, hidden=6, heads=4, kv_heads=2, head_dim=2, ffn=4, vocab=10, max_positions=8, norm_epsilon=1e-5, rope_theta=1e4,
-    qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
-)  # fmt: skip
+EVERYTHING = from_fields(
+    "llama",
+    {
+        "layers.count": 2,
+        "hidden": 6,
+        "attention.heads": 4,
+        "attention.kv_heads": 2,
+        "attention.head_dim": 2,
+        "mlp.ffn": 4,
+        "vocab": 10,
+        "max_positions": 8,
+        "norm.epsilon": 1e-5,
+        "positions.theta": 1e4,
+        "attention.qkv_bias": True,
+        "attention.o_bias": True,
+        "mlp.bias": True,
+        "attention.qk_norm": True,
+    },
+)
 """A model that has every row of the dense tables."""
 
 
 def everything(family: str, naming: Naming = CORE) -> ModelConfig:
     """A model that has every row of a family's table that a naming has words for."""
-    features = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
-    config = replace(EVERYTHING, family=family, **{name: speaks_of(family, naming, name) for name in features})
+    dense = {name: field for name, field in FEATURES.items() if not field.startswith("experts.")}
+    config = replace(
+        changed(EVERYTHING, {field: speaks_of(family, naming, name) for name, field in dense.items()}), family=family
+    )
     if family == "bert":
-        return replace(config, kv_heads=4, token_types=2, binary_head=True)
+        return changed(config, {"attention.kv_heads": 4, "token_types": 2, "head.binary": True})
     if family == "t5":
-        sizes = {"kv_heads": 4, "encoder_layers": 3, "relative_buckets": 6}
-        return replace(config, normalization="LayerNorm", head_bias=True, **sizes)
+        sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
+        return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes})
     if not has_experts(family):
         return config
     if has_latent_attention(family):
-        config = replace(config, kv_heads=4, head_dim=5, kv_rank=4, q_rank=2, rope_dim=2, v_dim=3)
-    config = replace(config, mtp_layers=int(has_mtp(family)))
-    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "moe_ffn": 2, "shared_ffn": 4, "moe_layers": (1,)}
-    return replace(config, **experts, shared_gate=True, router_bias=True)
+        config = changed(
+            config,
+            {
+                "attention.kv_heads": 4,
+                "attention.head_dim": 5,
+                "latent.kv_rank": 4,
+                "latent.q_rank": 2,
+                "latent.rope_dim": 2,
+                "latent.v_dim": 3,
+            },
+        )
+    config = changed(config, {"mtp_layers": int(has_mtp(family))})
+    experts = {"experts.count": 4, "experts.per_token": 2, "experts.ffn": 2, "experts.shared_ffn": 4}
+    config = changed(config, {"layers.mlp": ("dense", "experts"), **experts})
+    return changed(config, {"experts.shared_gate": True, "experts.router_bias": True})
 
 
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
     config = everything(family)
     if family == "bert":
-        return [config, replace(config, post_norm=True)]
+        return [config, changed(config, {"norm.place": "after_sum"})]
     if family == "t5":
-        return [config, replace(config, gated=False, positions="learned"), replace(config, positions="relative")]
+        return [
+            config,
+            changed(config, {"mlp.gated": False, "positions.kind": "learned"}),
+            changed(config, {"positions.kind": "relative"}),
+        ]
     return [config]
 
 
@@ -78,7 +111,7 @@ def every_rank(
     """(chunk, tensor and expert parallel rank, tensor): all but second copies of tied embeddings."""
     rows = families()[config.family].rows
     if naming.scheme == "hf":
-        layout, vocab_rows = Layout(stage_layers=(config.layers,)), config.vocab
+        layout, vocab_rows = Layout(stage_layers=(config.layer_count,)), config.vocab
     else:
         vocab_rows = padded_vocab(config.vocab, divisor, layout.tp)
     for chunk in layout.chunks():
@@ -153,7 +186,7 @@ def test_native_names_are_unique_and_shapes_evaluate(family: str, naming: Naming
 @pytest.mark.parametrize("family", sorted(families()))
 def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
     config = everything(family)
-    for layer in range(config.layers):
+    for layer in range(config.layer_count):
         rows = [row for row in families()[family].rows if row.exists(config, layer)]
         patterns = list(chain.from_iterable(expand(row.canonical) for row in rows))
         assert len(patterns) == len(set(patterns))
@@ -164,10 +197,10 @@ def test_a_model_with_everything_has_every_row(family: str) -> None:
     configs = every_kind(family)
     either = [
         *configs,
-        *(replace(config, q_rank=0) for config in configs),
+        *(changed(config, {"latent.q_rank": 0}) for config in configs),
     ]  # queries made directly, or from a latent vector
     for row in families()[family].rows:
-        assert any(row.exists(config, layer) for config in either for layer in range(config.layers)), row.canonical
+        assert any(row.exists(config, layer) for config in either for layer in range(config.layer_count)), row.canonical
 
 
 def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
@@ -240,7 +273,10 @@ def test_names_are_unique_within_a_chunk_and_ranks_differ_only_in_values(
 @pytest.mark.parametrize("naming", [CORE, CORE_LOCAL])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_tied_embedding_has_a_second_copy_with_the_last_chunk(naming: Naming, pp: int) -> None:
-    config, layout = replace(EVERYTHING, tie_embeddings=True), Layout(pp=pp, stage_layers=(1, 1) if pp > 1 else (2,))
+    config, layout = (
+        changed(EVERYTHING, {"tie_embeddings": True}),
+        Layout(pp=pp, stage_layers=(1, 1) if pp > 1 else (2,)),
+    )
     *_, last = layout.chunks()
     natives = native_tensors(families()["llama"].rows, config, naming, layout, 0, last, config.vocab)
     (copy,) = [native for native in natives if native.copy]
@@ -265,13 +301,13 @@ def rows_of(native: NativeTensor) -> str:
 
 
 def test_q_k_and_v_interleave_by_key_value_group() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     (fused,) = only(config, CORE, Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight")
     assert rows_of(fused) == "q0 q1 q2 q3 k0 k1 v0 v1 q4 q5 q6 q7 k2 k3 v2 v3"
 
 
 def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     first, second = only(
         config, CORE, Layout(tp=2, stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.bias"
     )
@@ -281,7 +317,7 @@ def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
 
 def test_with_more_ranks_than_key_value_groups_each_has_an_even_share_of_the_rows() -> None:
     """As Attention of megatron-core 0.16 gathers them: whatever group they belong to."""
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     for kind in ("weight", "bias"):
         name = f"decoder.layers.0.self_attention.linear_qkv.{kind}"
         ranks = only(config, CORE, Layout(tp=4, stage_layers=(1,)), name)
@@ -296,21 +332,24 @@ def test_other_naming_schemes_have_no_shared_key_value_heads(naming: Naming) -> 
 
 
 def test_a_share_of_rows_that_is_no_whole_number_is_refused() -> None:
-    config = replace(EVERYTHING, heads=8, head_dim=1, kv_heads=2)
+    config = changed(EVERYTHING, {"attention.heads": 8, "attention.head_dim": 1, "attention.kv_heads": 2})
     with pytest.raises(
         LayoutError, match=r"rows of decoder\.layers\.\{l\}\.self_attention\.linear_qkv\.weight = 12 .* = 8"
     ):
-        list(rank_tensors(replace(config, ffn=8), CORE, Layout(tp=8, stage_layers=(2,))))
+        list(rank_tensors(changed(config, {"mlp.ffn": 8}), CORE, Layout(tp=8, stage_layers=(2,))))
 
 
 def test_without_groups_every_head_has_its_q_k_and_v_together() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1, heads=2, kv_heads=2, head_dim=1)
+    config = changed(
+        EVERYTHING,
+        {"layers.count": 1, "hidden": 1, "attention.heads": 2, "attention.kv_heads": 2, "attention.head_dim": 1},
+    )
     (fused,) = only(config, CORE_LOCAL, Layout(stage_layers=(1,)), "decoder.layers.0.self_attention.linear_qkv.weight")
     assert rows_of(fused) == "q0 k0 v0 q1 k1 v1"
 
 
 def test_gate_and_up_are_joined_rank_by_rank() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     (whole,) = only(config, CORE, Layout(stage_layers=(1,)), "decoder.layers.0.mlp.linear_fc1.weight")
     assert rows_of(whole) == "gate0 gate1 gate2 gate3 up0 up1 up2 up3"
     first, second = only(config, CORE, Layout(tp=2, stage_layers=(1,)), "decoder.layers.0.mlp.linear_fc1.weight")
@@ -327,7 +366,7 @@ def test_row_parallel_weights_are_cut_by_columns_and_their_biases_are_copied() -
 
 
 def test_layers_count_from_zero_in_every_chunk() -> None:
-    config, layout = replace(EVERYTHING, layers=4), Layout(pp=2, vpp=2, stage_layers=(1, 1, 2, 0))
+    config, layout = changed(EVERYTHING, {"layers.count": 4}), Layout(pp=2, vpp=2, stage_layers=(1, 1, 2, 0))
     norms = [
         (chunk.pp_rank, chunk.vpp_rank, native.name, next(iter(native.parts)))
         for chunk, _, native in rank_tensors(config, CORE_LOCAL, layout)
@@ -343,7 +382,7 @@ def test_layers_count_from_zero_in_every_chunk() -> None:
 
 @pytest.mark.parametrize(("vocab", "padding"), [(10, [0, 6]), (8, [0, 8]), (3, [5, 8]), (16, [0, 0])])
 def test_padding_rows_are_the_last_ones_of_the_last_ranks(vocab: int, padding: list[int]) -> None:
-    config = replace(EVERYTHING, vocab=vocab)
+    config = changed(EVERYTHING, {"vocab": vocab})
     layout = Layout(tp=2, stage_layers=(2,))
     natives = only(config, CORE, layout, "embedding.word_embeddings.weight")
     assert [native.padding_rows for native in natives] == padding
@@ -360,7 +399,7 @@ def test_a_naming_with_experts_in_a_grouped_layer_has_one_tensor_per_expert_of_t
 
 
 def test_stacked_experts_are_transposed_one_under_the_other() -> None:
-    config = replace(everything("mixtral"), experts=2, hidden=1)
+    config = changed(everything("mixtral"), {"experts.count": 2, "hidden": 1})
     layout = Layout(tp=2, etp=2, stage_layers=(2,))
     stacks = only(config, CORE_LEGACY_GROUPED, layout, "decoder.layers.1.mlp.experts.weight1")
     labels = labelled(config)
@@ -374,7 +413,7 @@ def test_stacked_experts_are_transposed_one_under_the_other() -> None:
 
 @pytest.mark.parametrize("naming", [CORE, CORE_LOCAL, CORE_GROUPED])
 def test_a_gpt_oss_has_its_alternating_gate_and_up_rows_as_two_halves(naming: Naming) -> None:
-    config = replace(everything("gpt_oss"), experts=1, experts_per_token=1, hidden=1)
+    config = changed(everything("gpt_oss"), {"experts.count": 1, "experts.per_token": 1, "hidden": 1})
     expert = "experts" if naming == CORE_GROUPED else "experts.local_experts.0"
     for kind in ("weight", "bias"):
         name = f"decoder.layers.1.mlp.{expert}.linear_fc1.{kind}{'0' if naming == CORE_GROUPED else ''}"
@@ -385,7 +424,7 @@ def test_a_gpt_oss_has_its_alternating_gate_and_up_rows_as_two_halves(naming: Na
 
 
 def test_a_gpt2_keeps_its_weights_transposed_and_q_k_and_v_side_by_side() -> None:
-    config = replace(everything("gpt2"), layers=1)
+    config = changed(everything("gpt2"), {"layers.count": 1})
     labels = labelled(config)
     (fused,) = only(config, HF, Layout(), "transformer.h.0.attn.c_attn.weight")
     pieces = [labels[f"layers.0.attn.{name}.weight"].T for name in "qkv"]
@@ -393,7 +432,10 @@ def test_a_gpt2_keeps_its_weights_transposed_and_q_k_and_v_side_by_side() -> Non
 
 
 def test_meta_keeps_the_halves_of_each_head_in_pairs() -> None:
-    config = replace(everything("llama", META), layers=1, hidden=1, heads=2, kv_heads=1, head_dim=4)
+    config = changed(
+        everything("llama", META),
+        {"layers.count": 1, "hidden": 1, "attention.heads": 2, "attention.kv_heads": 1, "attention.head_dim": 4},
+    )
     (query,) = only(config, META, Layout(stage_layers=(1,)), "layers.0.attention.wq.weight")
     start = labelled(config)["layers.0.attn.q.weight"][0, 0]
     assert (join(query, labelled(config)) - start).reshape(-1).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -419,12 +461,12 @@ GATED = (
 
 def of_rows(rows: tuple[Row, ...], config: ModelConfig, naming: Naming, tp: int) -> Iterator[NativeTensor]:
     for rank in range(tp):
-        layout = Layout(tp, stage_layers=(config.layers,))
+        layout = Layout(tp, stage_layers=(config.layer_count,))
         yield from native_tensors(rows, config, naming, layout, rank, next(layout.chunks()), config.vocab * tp)
 
 
 def test_one_row_may_be_several_native_tensors_that_each_join_several() -> None:
-    config = replace(EVERYTHING, layers=1, hidden=1)
+    config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     whole = {native.name: native for native in of_rows(GATED, config, HF, 1)}
     assert list(whole) == ["h.0.q_proj", "h.0.k_proj", "h.0.v_proj", "h.0.conv"]
     assert rows_of(whole["h.0.q_proj"]) == "q0 q1 gate0 gate1 q2 q3 gate2 gate3 q4 q5 gate4 gate5 q6 q7 gate6 gate7"
@@ -539,17 +581,17 @@ def test_a_name_that_no_row_has_is_an_error_that_names_it() -> None:
 @pytest.mark.parametrize(
     ("sizes", "dimension"),
     [
-        ({"heads": 6, "kv_heads": 4}, "heads = 6"),
-        ({"heads": 12, "kv_heads": 6}, "kv_heads = 6"),
-        ({"heads": 12, "kv_heads": 3}, "kv_heads = 3"),
-        ({"heads": 6, "kv_heads": 2}, "heads = 6"),
-        ({"heads": 8, "kv_heads": 4, "ffn": 6}, "ffn = 6"),
+        ({"attention.heads": 6, "attention.kv_heads": 4}, "heads = 6"),
+        ({"attention.heads": 12, "attention.kv_heads": 6}, "kv_heads = 6"),
+        ({"attention.heads": 12, "attention.kv_heads": 3}, "kv_heads = 3"),
+        ({"attention.heads": 6, "attention.kv_heads": 2}, "heads = 6"),
+        ({"attention.heads": 8, "attention.kv_heads": 4, "mlp.ffn": 6}, "ffn = 6"),
     ],
 )
 def test_a_size_that_the_ranks_do_not_divide_is_named_with_value_and_rank_count(
     sizes: dict[str, Any], dimension: str
 ) -> None:
-    config = replace(EVERYTHING, **sizes)
+    config = changed(EVERYTHING, sizes)
     with pytest.raises(LayoutError, match=rf"{dimension} .*\(tp\) = 4"):
         list(rank_tensors(config, CORE, Layout(tp=4, stage_layers=(2,))))
 
@@ -558,12 +600,16 @@ def test_a_size_that_the_ranks_do_not_divide_is_named_with_value_and_rank_count(
     ("layout", "sizes", "message"),
     [
         (Layout(ep=3, stage_layers=(2,)), {}, r"experts = 4 .*\(ep\) = 3"),
-        (Layout(tp=4, etp=4, stage_layers=(2,)), {"kv_heads": 4, "moe_ffn": 6}, r"moe_ffn = 6 .*\(etp\) = 4"),
-        (Layout(tp=2, stage_layers=(2,)), {"shared_ffn": 5}, r"shared_ffn = 5 .*\(tp\) = 2"),
+        (
+            Layout(tp=4, etp=4, stage_layers=(2,)),
+            {"attention.kv_heads": 4, "experts.ffn": 6},
+            r"moe_ffn = 6 .*\(etp\) = 4",
+        ),
+        (Layout(tp=2, stage_layers=(2,)), {"experts.shared_ffn": 5}, r"shared_ffn = 5 .*\(tp\) = 2"),
     ],
 )
 def test_experts_that_the_ranks_do_not_divide_are_named(layout: Layout, sizes: dict[str, Any], message: str) -> None:
-    config = replace(everything("qwen2_moe"), **sizes)
+    config = changed(everything("qwen2_moe"), sizes)
     with pytest.raises(LayoutError, match=message):
         list(rank_tensors(config, CORE, layout))
 

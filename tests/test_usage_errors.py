@@ -65,6 +65,16 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(
         assert_refused(convert(model, *options.split()), 2, *words)
 
 
+def test_layers_that_can_not_be_shared_out_evenly_are_refused_with_a_split_that_works(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=5)
+    split = "--layer-split 2,2,1"
+    assert_refused(convert(model, "--pp", 3), 2, "layers = 5", "--decoder-last-pipeline-num-layers 1", split)
+    assert convert(model, "--pp", 3, *split.split(), "--dry-run").status == 0
+    refused = convert(model, "--pp", 3, saver="legacy")
+    assert_refused(refused, 2, "layers = 5")
+    assert "--layer-split" not in refused.err  # which legacy models can't have
+
+
 @pytest.mark.usefixtures("_no_reading")
 def test_an_ffn_that_can_not_be_cut_is_named(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model", ffn=57)

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from megaconv.commands import command_options as opt
-from megaconv.errors import CheckpointError, Interrupted, is_interruption
+from megaconv.commands.endings import errors_told
+from megaconv.errors import Interrupted, is_interruption
 
 app = typer.Typer(
     name="megaconv",
@@ -85,6 +86,7 @@ def convert(
     base: opt.Base = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
+    option: opt.Option = None,
     max_memory: opt.MaxMemory = "256MiB",
     workers: opt.Workers = 0,
     verify: opt.Verify = False,
@@ -128,6 +130,7 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+        extra=opt.extra(option),
     )  # fmt: skip
     ranks = started_ranks()
     if not dry_run:
@@ -140,11 +143,14 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     from megaconv.commands.inspection import readable
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
-    from megaconv.engine.conversion import load_options
+    from megaconv.engine.conversion import open_input
 
+    metadata_only = replace(options, load=replace(options.load, metadata_only=True))
     try:
         with Progress(
-            "converting", lambda: _size(load_dir, load_options(saver, options)), shown=ranks.rank == 0
+            "converting",
+            lambda: open_input(load_dir, saver, metadata_only)[0].header.nbytes,
+            shown=ranks.rank == 0,
         ) as progress:
             report = run(load_dir, save_dir, saver, options, progress.advance, ranks)
     except (Interrupted, RuntimeError) as error:
@@ -193,12 +199,19 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
 
 
 @app.command(epilog="Example: megaconv inspect ckpt --json | jq .layout")
-def inspect(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
+def inspect(
+    path: opt.Input,
+    loader: opt.Loader = None,
+    config: Config = None,
+    true_vocab_size: TrueVocab = None,
+    option: opt.Option = None,
+    as_json: Json = False,
+) -> None:
     """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only."""
     from megaconv.commands.inspection import inspect as run
     from megaconv.options import LoadOptions
 
-    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False))
+    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option)), loader)
     if as_json:
         _print_json(found.to_json())
         return
@@ -209,8 +222,10 @@ def inspect(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab =
 @app.command(epilog="Example: megaconv fingerprint Llama-2-7b")
 def fingerprint(
     path: opt.Input,
+    loader: opt.Loader = None,
     config: Config = None,
     true_vocab_size: TrueVocab = None,
+    option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
     as_json: Json = False,
 ) -> None:
@@ -222,9 +237,9 @@ def fingerprint(
     from megaconv.engine.conversion import fingerprint as run
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, optimizer=optimizer)
-    with Progress("reading", lambda: _size(path, options)) as progress:
-        found = run(path, options, advance=progress.advance)
+    options = LoadOptions(config, true_vocab_size, optimizer=optimizer, extra=opt.extra(option))
+    with Progress("reading", lambda: _size(path, loader, options)) as progress:
+        found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:
         _print_json(
             {
@@ -240,15 +255,22 @@ def fingerprint(
 
 
 @app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
-def verify(path: opt.Input, config: Config = None, true_vocab_size: TrueVocab = None, as_json: Json = False) -> None:
+def verify(
+    path: opt.Input,
+    loader: opt.Loader = None,
+    config: Config = None,
+    true_vocab_size: TrueVocab = None,
+    option: opt.Option = None,
+    as_json: Json = False,
+) -> None:
     """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs."""
     from megaconv.commands.progress import Progress
     from megaconv.commands.verification import verify as run
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size)
-    with Progress("verifying", lambda: _size(path, options)) as progress:
-        found = run(path, options, advance=progress.advance)
+    options = LoadOptions(config, true_vocab_size, extra=opt.extra(option))
+    with Progress("verifying", lambda: _size(path, loader, options)) as progress:
+        found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:
         _print_json(found.to_json())
     elif found.same:
@@ -268,6 +290,10 @@ def diff(
     config_too: Annotated[
         bool, typer.Option("--config-too", help="Let differences in the configurations count as well.")
     ] = False,
+    loader: opt.Loader = None,
+    loader_a: opt.LoaderA = None,
+    loader_b: opt.LoaderB = None,
+    option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
     as_json: Json = False,
 ) -> None:
@@ -275,14 +301,13 @@ def diff(
 
     Optimizer state is compared where both have it.
     """
-    from megaconv.commands.comparison import diff_sources
+    from megaconv.commands.comparison import diff_sources, open_both
     from megaconv.commands.progress import Progress
-    from megaconv.engine.conversion import open_source
     from megaconv.engine.plan import default_workers
     from megaconv.options import LoadOptions
 
-    load = LoadOptions(optimizer=optimizer)
-    left, right = open_source(a, None, load)[1], open_source(b, None, load)[1]
+    load = LoadOptions(optimizer=optimizer, extra=opt.extra(option))
+    left, right = open_both(a, b, load, (loader_a or loader, loader_b or loader))
     with Progress("comparing", lambda: left.header.nbytes) as progress:
         found = diff_sources(left, right, default_workers(writing=False), progress.advance)
     if as_json:
@@ -310,40 +335,14 @@ def _print_diff(found: Any) -> None:
 @app.command(epilog="Example: megaconv formats --json | jq .matrix.llama")
 def formats(as_json: Json = False) -> None:
     """List the loaders and savers that are known, and which model family can be read and written in which naming."""
-    from megaconv import registry
+    from megaconv.commands.catalogue import catalogue
 
-    loaders = {name: registry.loader(name).DESCRIPTION for name in registry.names("loaders")}
-    savers = {name: registry.saver(name).DESCRIPTION for name in registry.names("savers")}
-    known, matrix = _families()
+    found = catalogue()
     if as_json:
-        _print_json({"loaders": loaders, "savers": savers, "families": known, "matrix": matrix})
+        _print_json(found.to_json())
         return
-    for title, entries in (("loaders", loaders), ("savers", savers)):
-        print(title)
-        for name, text in entries.items():
-            print(f"  {name:<13} {text}")
-    print("families      " + "".join(f"{naming:<12}" for naming in NAMINGS_SHOWN))
-    for name, cells in matrix.items():
-        words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS_SHOWN)
-        print(f"  {name:<11} {''.join(words)} {', '.join(known[name])}")
-
-
-NAMINGS_SHOWN = ("hf", "core", "legacy", "meta")
-"""Every naming that is read is written too."""
-
-
-def _families() -> tuple[dict[str, list[str]], dict[str, dict[str, bool]]]:
-    """(classes of transformers, whether each naming has words) of every family; from the tables themselves."""
-    from megaconv.families import families
-    from megaconv.model.naming import Naming
-    from megaconv.model.table import expressible
-
-    known = {name: list(family.architectures) for name, family in families().items()}
-    matrix = {
-        name: {naming: expressible(family.rows, Naming(naming), family.features) for naming in NAMINGS_SHOWN}
-        for name, family in families().items()
-    }
-    return known, matrix
+    for line in found.lines():
+        print(line)
 
 
 @app.command()
@@ -358,10 +357,10 @@ def demo(
     run(directory)
 
 
-def _size(place: str, options: Any) -> int:
+def _size(place: str, loader: str | None, options: Any) -> int:
     from megaconv.engine.conversion import open_source
 
-    return open_source(place, None, replace(options, metadata_only=True))[1].header.nbytes
+    return open_source(place, loader, replace(options, metadata_only=True))[1].header.nbytes
 
 
 def _print_json(document: Any) -> None:
@@ -384,22 +383,8 @@ def main() -> None:
         signal.signal(number, _interrupt)
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
     try:
-        app()
-    except CheckpointError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    except (Interrupted, RuntimeError) as error:
-        if not is_interruption(error):
-            raise
-        hint = str(error) if isinstance(error, Interrupted) else ""
-        print(f"megaconv: interrupted; {hint or 'nothing was left behind'}", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
-    except OSError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        with errors_told():
+            sys.exit(app(standalone_mode=False))
     finally:
         gc.freeze()  # or the interpreter would look through everything once more before it ends
         gc.enable()

@@ -15,9 +15,7 @@ Examples:
   megaconv convert --load-dir ckpt --saver hf --save-dir Llama-back"""
 
 
-Input = Annotated[
-    str, typer.Argument(help="A checkpoint directory, or a Hub id such as hf://org/name@revision.", metavar="PATH")
-]
+Input = Annotated[str, typer.Argument(help="A checkpoint, or a Hub id such as hf://org/name@revision.", metavar="PATH")]
 LoadDir = Annotated[
     str,
     typer.Option(
@@ -34,6 +32,16 @@ Saver = Annotated[
     typer.Option("--saver", help="What to write: core, legacy, hf or llama_mistral (`megaconv formats` lists all)."),
 ]
 Loader = Annotated[str | None, typer.Option("--loader", help="What to read; found out from the files when left out.")]
+LoaderA = Annotated[str | None, typer.Option("--loader-a", help="What to read A with, where it isn't --loader.")]
+LoaderB = Annotated[str | None, typer.Option("--loader-b", help="What to read B with, where it isn't --loader.")]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="An option of the loader's or the saver's own, as `megaconv formats` lists them; may be repeated.",
+    ),
+]
 
 Tp = Annotated[
     int | None,
@@ -240,6 +248,17 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
         raise UsageError(f"--layer-split {text!r}: write the layers of each stage parted by commas, such as 3,5,5,3")
     return tuple(int(word) for word in text.replace(" ", "").split(","))
+
+
+def extra(words: list[str] | None) -> dict[str, str]:
+    """key=value, key=value -> a mapping. Raises UsageError."""
+    found: dict[str, str] = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not key or not equals or key in found:
+            raise UsageError(f"--option {word}: write key=value, each key once")
+        found[key] = value
+    return found
 
 
 def all_stages(pp: int | None, split_rank: int | None, encoder_pp: int | None) -> tuple[int | None, int | None]:

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from formats.tensor import LazyTensor
+from megaconv import registry
+from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks
-from megaconv.model.config import config_differences
+from megaconv.hub import resolve
+from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source
 from megaconv.model.training import SLOTS
+from megaconv.options import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,21 @@ class Diff:
 def _json_number(value: float | None) -> float | str | None:
     """JSON has no infinity."""
     return value if value is None or isfinite(value) else str(value)
+
+
+def open_both(
+    a: str | Path, b: str | Path, options: LoadOptions, loaders: tuple[str | None, str | None]
+) -> tuple[Source, Source]:
+    """Both checkpoints; each loader gets those of the options of its own that it knows. Raises CheckpointError."""
+    places = [resolve(str(place)) for place in (a, b)]
+    chosen = [registry.choose(place, name) for place, name in zip(places, loaders, strict=True)]
+    takers = {f"loader {name} of {side}": found for side, (name, found) in zip("AB", chosen, strict=True)}
+    extras = registry.share_options(options.extra, takers)
+    left, right = (
+        open_source(place, name, replace(options, extra=extra))[1]
+        for place, (name, _), extra in zip(places, chosen, extras, strict=True)
+    )
+    return left, right
 
 
 def diff_sources(

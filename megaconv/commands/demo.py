@@ -50,7 +50,7 @@ def make_model(path: Path) -> None:
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face's name and shape of every tensor."""
     model = FAMILY.read_hf(config)
-    whole = Chunk(0, 0, 0, model.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, model.layer_count, is_first=True, is_last=True)
     return {
         native.name: native.shape for native in native_tensors(FAMILY.rows, model, HF, Layout(), 0, whole, model.vocab)
     }

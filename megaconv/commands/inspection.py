@@ -69,8 +69,10 @@ class Inspection:
         """(label, text) for people."""
         header, config = self.header, self.header.config
         size = header.nbytes
-        heads = f"{config.heads} heads of {config.head_dim}" + (
-            f", {config.kv_heads} key/value heads" if config.kv_heads != config.heads else ""
+        heads = f"{config.attention.heads} heads of {config.attention.head_dim}" + (
+            f", {config.attention.kv_heads} key/value heads"
+            if config.attention.kv_heads != config.attention.heads
+            else ""
         )
         vocab = f"{config.vocab:,}" + (
             f" (padded to {header.padded_vocab:,})" if header.padded_vocab not in (None, config.vocab) else ""
@@ -83,16 +85,16 @@ class Inspection:
                 "size",
                 f"{readable(size)}, {', '.join(f'{name} {share(count * ITEMSIZE[name], size)}' for name, count in self.dtypes().items())}",
             ),
-            ("shape", f"{_depth(config)} layers, hidden {config.hidden}, ffn {config.ffn}, {heads}"),
+            ("shape", f"{_depth(config)} layers, hidden {config.hidden}, ffn {config.mlp.ffn}, {heads}"),
             ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
             ("positions", _positions(config)),
         ]
-        if config.sliding_window:
+        if config.window:
             found.append(
                 (
                     "window",
-                    f"{config.sliding_window:,} positions"
-                    + (f" in {len(config.windowed_layers)} layers" if config.windowed_layers else ""),
+                    f"{config.window:,} positions"
+                    + ("" if config.has("only_windows") else f" in {len(config.layers_with('window'))} layers"),
                 )
             )
         if header.layout is not None:
@@ -111,16 +113,18 @@ class Inspection:
 
 def _depth(config: ModelConfig) -> str:
     return (
-        f"{config.encoder_layers} encoder and {config.layers} decoder" if config.encoder_layers else f"{config.layers}"
+        f"{config.encoder.layers} encoder and {config.layer_count} decoder"
+        if config.encoder.layers
+        else f"{config.layer_count}"
     )
 
 
 def _positions(config: ModelConfig) -> str:
-    if config.positions == "rope":
-        return f"{config.max_positions:,}, rope theta {config.rope_theta:g}" + _scaling(config.rope_scaling)
-    if config.positions == "relative":
-        return f"relative, {config.relative_buckets} buckets up to {config.relative_distance}"
-    return f"{config.max_positions:,}, {config.positions}"
+    if config.positions.kind == "rope":
+        return f"{config.max_positions:,}, rope theta {config.positions.theta:g}" + _scaling(config.positions.scaling)
+    if config.positions.kind == "relative":
+        return f"relative, {config.positions.buckets} buckets up to {config.positions.max_distance}"
+    return f"{config.max_positions:,}, {config.positions.kind}"
 
 
 def _scaling(scaling: Any) -> str:
@@ -141,7 +145,7 @@ def readable(size: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
 
 
-def inspect(path: str | Path, options: LoadOptions | None = None) -> Inspection:
-    """Reads metadata only. Raises CheckpointError."""
-    loader, source = open_source(path, None, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
-    return Inspection(str(path), loader, source.header)
+def inspect(path: str | Path, options: LoadOptions | None = None, loader: str | None = None) -> Inspection:
+    """Reads metadata only. loader: None: the one that recognises it. Raises CheckpointError."""
+    name, source = open_source(path, loader, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
+    return Inspection(str(path), name, source.header)

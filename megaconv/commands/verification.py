@@ -10,7 +10,7 @@ from megaconv.engine.conversion import RECORD_NAME, open_source
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.errors import CorruptCheckpoint
-from megaconv.hub import resolve
+from megaconv.hub import Place, resolve
 from megaconv.options import LoadOptions
 
 
@@ -45,26 +45,34 @@ def verify(
     options: LoadOptions | None = None,
     workers: int = 0,
     advance: Callable[[int], None] = lambda count: None,
+    loader: str | None = None,
 ) -> Verification:
-    """Reads all of a checkpoint. advance is called with the bytes of every block.
+    """Reads all of a checkpoint. advance is called with the bytes of every block. loader: None: the one that recognises it.
 
     Raises CorruptCheckpoint where no fingerprints were recorded, and whatever opening the checkpoint raises.
     """
     recorded, tensors = _read_record(resolve(str(path)))
-    _, source = open_source(path, None, options)
+    _, source = open_source(path, loader, options)
     found = fingerprint_source(source, workers or default_workers(writing=False), advance)
     return Verification(str(path), recorded, found.weights, len(tensors), _differences(tensors, found))
 
 
-def _read_record(path: Path) -> tuple[str, dict[str, str]]:
-    """(fingerprint of the weights, of each tensor)."""
+def _read_record(place: Place) -> tuple[str, dict[str, str]]:
+    """(fingerprint of the weights, of each tensor). They lie in the output's directory, also where the input is a file of it."""
+    if isinstance(place, str):
+        raise CorruptCheckpoint(
+            f"{place}: nothing can lie beside a URI to verify it against; megaconv diff compares with another checkpoint",
+            code="no-fingerprints",
+        )
+    path = place.parent if place.is_file() else place
     file = path / RECORD_NAME
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CorruptCheckpoint(
             f"{path}: has no {RECORD_NAME}, so that nothing is known to verify it against; "
-            "megaconv writes one into every output, and megaconv diff compares with another checkpoint"
+            "megaconv writes one into every output, and megaconv diff compares with another checkpoint",
+            code="no-fingerprints",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: is not a readable JSON file ({error})") from error

@@ -238,5 +238,6 @@ def assemble(
 def check_shape(item: Placed) -> None:
     if tuple(item.tensor.shape) != item.native.shape:
         raise TensorMismatch(
-            f"{item.where}: {item.native.name} is {list(item.tensor.shape)}, expected {list(item.native.shape)} by the configuration"
+            f"{item.where}: {item.native.name} is {list(item.tensor.shape)}, expected {list(item.native.shape)} by the configuration",
+            code="misshapen-tensor",
         )

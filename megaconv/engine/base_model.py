@@ -20,7 +20,8 @@ from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import MAX_BYTES
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families.parts.hf_config import CONFIG_NAME, load_config
+from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.words import CONFIG_NAME
 
 _INSIDE = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """(beginning of a name, what stands there in a model that has a language model as a part)."""

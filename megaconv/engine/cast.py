@@ -8,6 +8,7 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.errors import UsageError
+from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, is_trained
 from megaconv.model.training import MASTER
 
@@ -61,7 +62,7 @@ class CastSource:
         header = self.source.header
         made = self._made(header.manifest)
         manifest = {key: TensorInfo(header.manifest[origin].shape, dtype) for key, origin, dtype in made}
-        return replace(header, manifest=manifest, config=replace(header.config, dtype=self.dtype))
+        return replace(header, manifest=manifest, config=changed(header.config, {"dtype": self.dtype}))
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         header = self.source.header

@@ -23,7 +23,7 @@ from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, ModelsDiffer, UsageError
-from megaconv.hub import resolve
+from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LoadOptions, SaveOptions
 
@@ -50,6 +50,12 @@ class ConvertOptions:
     verify: bool = False
     resume: bool = False
     overwrite: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
+
+    def all_extra(self) -> dict[str, str]:
+        """Wherever they were given."""
+        return {**self.load.extra, **self.save.extra, **self.extra}
 
 
 @dataclass(frozen=True)
@@ -102,15 +108,21 @@ class Report:
 
 
 def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
-    """(loader name, source) of any input. Raises CheckpointError."""
+    """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
     raise_file_limit()
-    path = resolve(str(place))
-    name, found = (
-        (registry.ALIASES.get(loader, loader), registry.loader(loader))
-        if loader and path.exists()
-        else registry.detect(path)
-    )
-    return name, LazySource(found.open(path, options or LoadOptions()))
+    path, options = resolve(str(place)), options or LoadOptions()
+    name, found = registry.choose(path, loader)
+    registry.share_options(options.extra, {f"loader {name}": found})
+    return name, LazySource(found.open(path, options))
+
+
+def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
+    """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
+    load, place = load_options(saver, options), resolve(str(load_dir))
+    name, found = registry.choose(place, options.loader)
+    takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
+    read, written = registry.share_options(options.all_extra(), takers)
+    return open_source(place, name, replace(load, extra=read))[1], written
 
 
 @dataclass(frozen=True)
@@ -137,14 +149,16 @@ def prepare(
     """
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
-    load = load_options(saver, options)
-    _, source = open_source(load_dir, options.loader, load)
+    source, extra = open_input(load_dir, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
-        raise UsageError(f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone")
-    if load.dtype is not None:
-        source = CastSource(source, load.dtype)
+        raise UsageError(
+            f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
+    if options.dtype is not None:
+        source = CastSource(source, dtype_name(options.dtype))
     files = options.save.files or _workers(options) * processes
-    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files))
+    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(_record(str(load_dir), saver, source.header, blank))
@@ -156,7 +170,10 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
     can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
     if options.optimizer and (not can_hold or options.save.release):
         what = "a release checkpoint" if can_hold else f"--saver {saver}"
-        raise UsageError(f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone")
+        raise UsageError(
+            f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
     wanted = can_hold and options.optimizer is not False and not options.save.release
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     return replace(options.load, optimizer=wanted, dtype=dtype)
@@ -178,10 +195,10 @@ def convert(
         started = time.monotonic()
         staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
         path = resolve(str(load_dir))
-        if staging.target in Path(os.path.realpath(path)).parents:
+        if isinstance(path, Path) and staging.target in Path(os.path.realpath(path)).parents:
             raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-        identity = _identity(path, options.dtype)
+        identity = _identity(path, source.header, options)
         ranks.agree("source", identity)
         ranks.agree("options", repr((saver, staging.target, options)))
         if not options.resume and not ranks.rank:
@@ -292,11 +309,21 @@ def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerpri
     return (json.dumps(record, indent=1) + "\n").encode()
 
 
-def _identity(path: Path, dtype: str | None) -> str:
-    """Changes whenever the source does: names, sizes and times of all its files."""
-    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
-    listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return hashlib.sha256(json.dumps([__version__, str(path.resolve()), dtype, listing]).encode()).hexdigest()
+def _identity(path: Place, header: Header, options: ConvertOptions) -> str:
+    """Changes whenever what is read does: names, sizes and times of all files of the source; what the loader says of a URI.
+
+    Raises UsageError where a run of a URI is to be resumed of which nobody knows whether it has changed.
+    """
+    if isinstance(path, str):
+        if options.resume and header.revision is None:
+            raise UsageError(f"--resume: the loader of {path} doesn't tell whether it has changed since; leave it out")
+        place, listing = path, [[header.revision or "", 0, 0]]
+    else:
+        files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
+        place = str(path.resolve())
+        listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    asked = [options.dtype, options.all_extra()]
+    return hashlib.sha256(json.dumps([__version__, place, asked, listing], sort_keys=True).encode()).hexdigest()
 
 
 def _workers(options: ConvertOptions) -> int:
@@ -314,8 +341,12 @@ def raise_file_limit() -> None:
 
 
 def fingerprint(
-    path: str | Path, options: LoadOptions | None = None, workers: int = 0, advance: Callable[[int], None] | None = None
+    path: str | Path,
+    options: LoadOptions | None = None,
+    workers: int = 0,
+    advance: Callable[[int], None] | None = None,
+    loader: str | None = None,
 ) -> Fingerprint:
-    """The fingerprint of any checkpoint; reads all of it."""
-    _, source = open_source(path, None, options)
+    """The fingerprint of any checkpoint; reads all of it. loader: None: the one that recognises it."""
+    _, source = open_source(path, loader, options)
     return fingerprint_source(source, workers or default_workers(writing=False), advance)

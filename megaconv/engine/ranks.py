@@ -119,7 +119,8 @@ class Joined(Ranks):
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"rank {self.rank} of {self.size}: can't meet the others at {self._address}: {reason}"
+                f"rank {self.rank} of {self.size}: can't meet the others at {self._address}: {reason}",
+                code="rank-lost",
             ) from error
 
     def __exit__(
@@ -138,7 +139,8 @@ class Joined(Ranks):
             raise SystemExit(1) from None
         if self._lost is not None and isinstance(error, Interrupted):
             raise CheckpointError(
-                f"rank {self._lost} ended without a word: was it killed, or its machine lost?"
+                f"rank {self._lost} ended without a word: was it killed, or its machine lost?",
+                code="rank-lost",
             ) from None
         raise error
 

@@ -185,12 +185,15 @@ def _total(runs: list[Run], size: int, checksummed: bool, what: str) -> int:
     for run in sorted(runs):
         if checksummed and run.offset != position:
             raise CheckpointError(
-                f"{what}: bytes {min(position, run.offset)} to {max(position, run.offset)} were written twice or never; please report this"
+                f"{what}: bytes {min(position, run.offset)} to {max(position, run.offset)} were written twice or never; please report this",
+                code="internal-error",
             )
         crc = isal_zlib.crc32_combine(crc, run.crc, run.nbytes)
         position += run.nbytes
     if position != size:
-        raise CheckpointError(f"{what}: {position} of {size} bytes were written; please report this")
+        raise CheckpointError(
+            f"{what}: {position} of {size} bytes were written; please report this", code="internal-error"
+        )
     return crc
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED, Naming
@@ -32,6 +32,11 @@ def is_weights(path: Path) -> bool:
     return path.name.endswith(_SUFFIXES)
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a directory has weights by one of the names that transformers looks for."""
+    return any((path / name).is_file() for name in _WEIGHTS)
+
+
 def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
     """The file of a Hugging Face directory that was decisive, and every tensor by its name."""
     for name in _WEIGHTS:
@@ -41,7 +46,9 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
         if name.endswith(".index.json"):
             return weights, read_sharded(weights)
         return weights, read_file(weights)
-    raise CorruptCheckpoint(f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}")
+    raise CorruptCheckpoint(
+        f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}", code="missing-file"
+    )
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
@@ -63,7 +70,7 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
     shards = {name: read_file(index.parent / name) for name in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in shards[file]:
-            raise TensorMismatch(f"{index}: says that {file} holds {name}, which it doesn't")
+            raise TensorMismatch(f"{index}: says that {file} holds {name}, which it doesn't", code="missing-tensor")
     for file, tensors in shards.items():
         for name in tensors:
             if files.get(name) != file:
@@ -85,8 +92,8 @@ def whole_model(
     }
     config = family.complete(config, kept)
     most = len(kept) + 1  # of more layers some have to be missing
-    bounded = replace(config, encoder_layers=min(config.encoder_layers, most))
-    whole = Chunk(0, 0, 0, min(config.layers, most), is_first=True, is_last=True)
+    bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
+    whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
     spellings = [naming, HF_STACKED] if naming == HF and any(name.endswith(_STACKED) for name in kept) else [naming]
     natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)

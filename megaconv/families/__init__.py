@@ -8,8 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megaconv import plugins
 from megaconv.errors import UnknownFamily
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families.parts.words import CONFIG_NAME, Words, read_words, write_words
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
@@ -24,10 +26,12 @@ class Family:
     """transformers' class names: `LlamaForCausalLM`."""
     model_type: str
     rows: tuple[Row, ...]
-    read_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    """From config.json to our configuration."""
-    write_hf: Callable[[ModelConfig], dict[str, Any]]
-    """From our configuration to a config.json that transformers 4 and 5 both understand."""
+    words: tuple[Words, ...]
+    """The keys of its config.json, and the fields of a model's description that they tell."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that are the same in all its models, whatever config.json says."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys that compute something, each with the one value that is known; written as they are."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of native names that hold nothing of the model."""
     features: tuple[str, ...] = ()
@@ -38,6 +42,20 @@ class Family:
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """What a config.json leaves open and only the names of the tensors beside it tell."""
+    recognized: str | None = None
+    """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
+    None where these don't tell it from another family that computes the same."""
+    assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
+    """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
+
+    def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
+        """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for what isn't known."""
+        quant_method(raw, CONFIG_NAME)
+        return read_words(self.name, self.words, self.fixed, self.only, raw)
+
+    def write_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """A config.json that transformers 4 and 5 both understand. Raises NotExpressible, naming it, for a field that it can't keep."""
+        return write_words(self.words, self.fixed, self.only, config, self.architectures[0], self.model_type)
 
 
 REFUSED = {
@@ -55,7 +73,7 @@ REFUSED = {
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by name."""
+    """Our own by name."""
     found = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg):
         family: Family = import_module(f"{__name__}.{module}").FAMILY
@@ -63,19 +81,30 @@ def families() -> dict[str, Family]:
     return found
 
 
+def all_families() -> dict[str, Family]:
+    """Ours, and those of other packages, by name."""
+    others = plugins.usable("families", tuple(families()))
+    return families() | {name: found.FAMILY for name, found in others.items()}
+
+
 def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     """The family of a config.json. Raises UnknownFamily listing what is known."""
     architectures = config.get("architectures") or []
-    for family in families().values():
-        if set(architectures) & set(family.architectures) or (
-            not architectures and config.get("model_type") == family.model_type
-        ):
-            return family
+
+    def fits(family: Family) -> bool:
+        if architectures:
+            return bool(set(architectures) & set(family.architectures))
+        return config.get("model_type") == family.model_type
+
+    for known_families in (families, all_families):  # looking for other packages only where ours don't fit
+        for family in known_families().values():
+            if fits(family):
+                return family
     for architecture in map(str, architectures):
         if architecture in REFUSED:
             raise UnknownFamily(f"{source}: {architecture} can't be converted: {REFUSED[architecture]}")
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
-    known = ", ".join(name for family in families().values() for name in family.architectures)
+    known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
         f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
     )
@@ -90,6 +119,42 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
 
 
 def family(name: str) -> Family:
-    if name not in families():
-        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(families())}")
-    return families()[name]
+    """One of ours, or of another package's. Raises UnknownFamily."""
+    found = families().get(name) or all_families().get(name)
+    if found is None:
+        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(all_families())}")
+    return found
+
+
+def recognize(config: ModelConfig) -> Family:
+    """The family of a model whose configuration doesn't say it. Raises UnknownFamily where none fits, or more than one."""
+    for known in (families, all_families):  # another package's only where none of ours fits
+        found = [
+            family for family in known().values() if family.recognized is not None and config.has(family.recognized)
+        ]
+        if found:
+            break
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UnknownFamily(
+            f"the checkpoint may be of several model families: {', '.join(family.name for family in found)}; "
+            "give --config with the Hugging Face directory of the model"
+        )
+    near = min(
+        (family for family in all_families().values() if family.recognized),
+        key=lambda family: len(_unlike(config, family)),
+    )
+    raise UnknownFamily(
+        f"the checkpoint is of no model family that is known; the nearest is {near.name}, and differs in: "
+        + "; ".join(_unlike(config, near))
+    )
+
+
+def _unlike(config: ModelConfig, family: Family) -> list[str]:
+    """What a model would need to have, or to lack, to be recognized as one of a family's."""
+    return [
+        f"the model has {name[1:]}" if name.startswith("!") else f"the model has no {name}"
+        for name in (family.recognized or "").split()
+        if not config.has(name)
+    ]

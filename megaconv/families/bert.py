@@ -8,14 +8,16 @@ that of layer 0 the embedding's, and the one that ends the last layer is the fin
     Bert         embeddings.LayerNorm   layer.0 .. L-2 output.LayerNorm   layer.L-1 output.LayerNorm
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.families.gpt2 import BIASED, LEARNED, whole_heads
+from megaconv.families.parts.decoder_words import model_words
+from megaconv.families.parts.words import Fields, Raw, Words, choice, number, size
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.table import Copied, Fused, Row
 
 _CANONICAL = "encoder.layers.{l}."
@@ -143,85 +145,73 @@ _ORIGINAL = ("BertForPreTraining", "BertForMaskedLM")
 _MEGATRON = ("MegatronBertForPreTraining", "MegatronBertForMaskedLM")
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    activation = raw.get("hidden_act", "gelu")
-    positions = raw.get("position_embedding_type", "absolute")
-    if activation not in _ACTIVATIONS or positions != "absolute" or raw.get("is_decoder"):
+def _read_activation(raw: Raw) -> Fields:
+    (told,) = choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu").read(raw).values()
+    return {"mlp.activation": told, "head.activation": told}
+
+
+def _write_activation(config: ModelConfig) -> Raw:
+    if config.head.activation != config.mlp.activation:
         raise NotExpressible(
-            f"config.json: hidden_act {activation!r}, {positions} positions or is_decoder is not BERT's own; only that is known"
+            f"the model's layers have {config.mlp.activation} and the transform before its head has {config.head.activation}; "
+            f"{_architecture(config)} has one hidden_act for both. --allow-lossy activation takes that of the layers: "
+            "the logits of masked tokens then differ, by some 1e-4"
         )
-    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    if hidden % heads:
-        raise CorruptCheckpoint(f"config.json: num_attention_heads {heads} doesn't divide hidden_size {hidden}")
-    (architecture,) = raw.get("architectures") or (_ORIGINAL[0] if raw.get("model_type") == "bert" else _MEGATRON[0],)
-    return ModelConfig(
-        family="bert",
-        layers=raw["num_hidden_layers"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=raw["intermediate_size"],
-        max_positions=raw.get("max_position_embeddings", 512),
-        norm_epsilon=raw.get("layer_norm_eps", 1e-12),
-        rope_theta=10000.0,
-        positions="learned",
-        normalization="LayerNorm",
-        activation=_ACTIVATIONS[activation],
-        head_activation=_ACTIVATIONS[activation],
-        gated=False,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        post_norm=architecture in _ORIGINAL,
-        token_types=raw.get("type_vocab_size", 2),
-        binary_head=architecture.endswith("ForPreTraining"),
-        **read_hf_common({"pad_token_id": 0, **raw}, tied=True),
-    )
+    return {"hidden_act": "gelu_new" if config.mlp.activation == "gelu_tanh" else "gelu"}
+
+
+def _read_architecture(raw: Raw) -> Fields:
+    usual = _ORIGINAL[0] if raw.get("model_type") == "bert" else _MEGATRON[0]
+    (architecture,) = raw.get("architectures") or (usual,)
+    place = "after_sum" if architecture in _ORIGINAL else "before"
+    return {"norm.place": place, "head.binary": architecture.endswith("ForPreTraining")}
+
+
+def _write_architecture(config: ModelConfig) -> Raw:
+    if not config.tie_embeddings:
+        raise NotExpressible(
+            f"the model's head is not its embedding; {_architecture(config)} has no bias for such a head"
+        )
+    model_type = "bert" if config.has("post_norm") else "megatron-bert"
+    return {"architectures": [_architecture(config)], "model_type": model_type}
+
+
+def _architecture(config: ModelConfig) -> str:
+    return (_ORIGINAL if config.has("post_norm") else _MEGATRON)[0 if config.head.binary else 1]
+
+
+def _write_token_types(config: ModelConfig) -> Raw:
+    if not config.token_types:
+        raise NotExpressible(
+            f"the model has no token types, which {_architecture(config)} always adds to its embeddings"
+        )
+    return {"type_vocab_size": config.token_types}
+
+
+_WORDS = (
+    size("hidden_size", "hidden"),
+    size("num_hidden_layers", "layers.count"),
+    size("intermediate_size", "mlp.ffn"),
+    size("max_position_embeddings", "max_positions", 512),
+    whole_heads("num_attention_heads", "hidden_size"),
+    number("layer_norm_eps", "norm.epsilon", 1e-12),
+    Words(("hidden_act",), _read_activation, _write_activation),
+    Words(("type_vocab_size",), lambda raw: {"token_types": raw.get("type_vocab_size", 2)}, _write_token_types),
+    Words(("architectures", "model_type"), _read_architecture, _write_architecture),
+    *model_words(tied=True, tokens=(None, None, 0)),
+)
+_ONLY = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
 
 def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """Files of a masked language model may still hold the pooler and the head that it was trained with."""
     has_head = "cls.seq_relationship.weight" in names
-    return replace(config, binary_head=has_head, hf={**(config.hf or {}), "architectures": [_kind(config, has_head)]})
-
-
-def _kind(config: ModelConfig, has_binary_head: bool) -> str:
-    return (_ORIGINAL if config.post_norm else _MEGATRON)[0 if has_binary_head else 1]
-
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    kind = _kind(config, config.binary_head)
-    refuse(config, kind, qk_norm="q and k norms", sliding_window="a sliding window", experts="experts")
-    if not config.token_types:
-        raise NotExpressible(f"the model has no token types, which {kind} always adds to its embeddings")
-    if not config.tie_embeddings:
-        raise NotExpressible(f"the model's head is not its embedding; {kind} has no bias for such a head")
-    if config.head_activation != config.activation:
-        raise NotExpressible(
-            f"the model's layers have {config.activation} and the transform before its head has {config.head_activation}; "
-            f"{kind} has one hidden_act for both. --allow-lossy activation takes that of the layers: "
-            "the logits of masked tokens then differ, by some 1e-4"
-        )
-    return {
-        "architectures": [kind],
-        "model_type": "bert" if config.post_norm else "megatron-bert",
-        "hidden_act": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "layer_norm_eps": config.norm_epsilon,
-        "max_position_embeddings": config.max_positions,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": config.dtype,
-        "type_vocab_size": config.token_types,
-        "vocab_size": config.vocab,
-        "pad_token_id": config.pad_token_id,
-    }
+    found = changed(config, {"head.binary": has_head})
+    return replace(found, hf={**(config.hf or {}), "architectures": [_architecture(found)]})
 
 
 FAMILY = Family(
-    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, read_hf, write_hf, IGNORED,
+    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, words=_WORDS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
     prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
+    recognized="learned norm_bias !gated !encoder transform !mixture",
 )  # fmt: skip

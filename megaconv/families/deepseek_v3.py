@@ -1,15 +1,12 @@
 """DeepSeek V3, R1 and all that share the class: latent attention, dense first layers, experts routed by sigmoid, shared ones, MTP."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, deepseek_expert_words, deepseek_experts
+from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, SIGMOID, deepseek_experts, sigmoid_routing
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
 from megaconv.families.parts.mtp import with_mtp, without_missing
+from megaconv.families.parts.words import Fields, Raw, Words, count, need_size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, OtherAxis, Row
@@ -56,101 +53,62 @@ LATENT_ATTENTION = (
 )  # fmt: skip
 ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
-_DEFAULTS = {"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
-_LATENT_DEFAULTS = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
-_EXPERT_DEFAULTS = {
-    "n_routed_experts": 256,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+"""transformers' defaults, of V2 as of V3."""
+
+
+def _read_latent(raw: Raw) -> Fields:
+    said = {**_LATENT, **raw}
+    heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(said, "qk_rope_head_dim")
+    return {
+        "attention.heads": heads,
+        "attention.kv_heads": heads,
+        "attention.head_dim": need_size(said, "qk_nope_head_dim") + rope_dim,
+        "latent.rope_dim": rope_dim,
+        "latent.v_dim": need_size(said, "v_head_dim"),
+        "latent.kv_rank": need_size(said, "kv_lora_rank"),
+        "latent.q_rank": said["q_lora_rank"] or 0,
+    }
+
+
+def _write_latent(config: ModelConfig) -> Raw:
+    latent = config.latent
+    return {
+        "num_attention_heads": config.attention.heads,
+        "num_key_value_heads": config.attention.kv_heads,
+        "head_dim": latent.rope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "qk_nope_head_dim": config.attention.head_dim - latent.rope_dim,
+        "v_head_dim": latent.v_dim,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank or None,
+    }
+
+
+LATENT_HEADS = Words(
+    ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *_LATENT), _read_latent, _write_latent
+)
+ONE_EPSILON = {"rms_norm_eps": 1e-6}
+"""transformers' classes give the latent norms this epsilon whatever the others have; Megatron has one for all."""
+
+_WORDS = (
+    *body_words(positions=4096, tokens=(0, 1, None)),
+    LATENT_HEADS,
+    *deepseek_experts(count=256, width=2048, shared=1, dense=3),
+    *sigmoid_routing(scale=2.5, groups=8, group_topk=4),
+    count("num_nextn_predict_layers", "mtp_layers", 1),
+)
 _ONLY = {
     "attention_bias": False,
     "rope_interleave": True,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
-    "rms_norm_eps": 1e-6,
+    **ONE_EPSILON,
+    **SILU,
 }
-"""transformers' class gives the latent norms this epsilon whatever the others have; Megatron has one for all."""
-
-
-def latent_attention(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """In DeepSeek's words, as fields of ModelConfig."""
-    rope_dim = raw["qk_rope_head_dim"]
-    return {
-        "kv_heads": raw["num_attention_heads"],
-        "head_dim": raw["qk_nope_head_dim"] + rope_dim,
-        "rope_dim": rope_dim,
-        "v_dim": raw["v_head_dim"],
-        "kv_rank": raw["kv_lora_rank"],
-        "q_rank": raw["q_lora_rank"] or 0,
-    }
-
-
-def latent_attention_words(config: ModelConfig) -> dict[str, Any]:
-    """The way back."""
-    return {
-        "head_dim": config.rope_dim,
-        "qk_rope_head_dim": config.rope_dim,
-        "qk_nope_head_dim": config.head_dim - config.rope_dim,
-        "v_head_dim": config.v_dim,
-        "kv_lora_rank": config.kv_rank,
-        "q_lora_rank": config.q_rank or None,
-        "rope_interleave": True,
-    }
-
-
-def require_only(raw: Mapping[str, Any], only: Mapping[str, Any]) -> None:
-    """Raises NotExpressible for words that have any other value than the one we know."""
-    for name, value in only.items():
-        if raw.get(name, value) != value:
-            raise NotExpressible(
-                f"config.json: {name} {raw[name]!r} is not known in this architecture, only {value!r} is"
-            )
-
-
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    require_only(raw, _ONLY)
-    experts = deepseek_experts({**_EXPERT_DEFAULTS, **raw}, 3)
-    mtp = {"mtp_layers": raw.get("num_nextn_predict_layers", 1)}
-    attention = latent_attention({**_LATENT_DEFAULTS, **raw})
-    return read_decoder(
-        {**raw, "head_dim": None}, "deepseek_v3", _DEFAULTS, **attention, **experts, **mtp, hf=dict(raw)
-    )
-
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    architecture = "DeepseekV3ForCausalLM"
-    refuse(
-        config, architecture, qkv_bias="attention biases", mlp_bias="MLP biases", shared_gate="a gated shared expert"
-    )
-    if config.norm_epsilon != _ONLY["rms_norm_eps"]:
-        raise NotExpressible(
-            f"the model's norms have an epsilon of {config.norm_epsilon}, which {architecture} has no place for"
-        )
-    words = deepseek_expert_words(config, architecture) | latent_attention_words(config)
-    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-    mtp = {"num_nextn_predict_layers": config.mtp_layers}
-    return write_decoder(config, architecture, "deepseek_v3", **words, **routing, **mtp)
-
 
 FAMILY = Family(
-    "deepseek_v3",
-    ("DeepseekV3ForCausalLM",),
-    "deepseek_v3",
-    ROWS,
-    read_hf,
-    write_hf,
-    IGNORED,
-    features=("mla", "q_latent"),
-    complete=without_missing,
-)
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), "deepseek_v3", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY,
+    ignored=IGNORED, features=("mla", "q_latent"), complete=without_missing, recognized="mla mixture sigmoid_router router_bias",
+)  # fmt: skip

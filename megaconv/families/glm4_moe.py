@@ -1,16 +1,14 @@
 """GLM 4.5 and later: grouped-query attention, dense first layers, then experts routed as DeepSeek's are."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, shared_expert_rows
-from megaconv.families.parts.hf_config import read_decoder, refuse, rotary_percent, write_decoder
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, partial_rotation
 from megaconv.families.parts.mtp import with_mtp, without_missing
+from megaconv.families.parts.words import Fields, Raw, Words, count, flags, need_size, size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
 from megaconv.model.table import Row
 
 ROUTER_BIAS = Row(
@@ -21,81 +19,64 @@ ROUTER_BIAS = Row(
 SHARED = shared_expert_rows("mlp.shared_experts.{gate_proj|up_proj}.weight", "mlp.shared_experts.down_proj.weight")
 ROWS = with_mtp((EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
-_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
-_EXPERT_DEFAULTS = {
-    "n_routed_experts": 128,
-    "moe_intermediate_size": 1408,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
 
+def deepseek_experts(*, count: int, width: int, shared: int, dense: int) -> tuple[Words, ...]:
+    """Routed and shared experts as DeepSeek describes them; the numbers count where keys are missing."""
 
-def deepseek_experts(raw: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
-    """Routed and shared experts in DeepSeek's words; dense_layers: where the configuration doesn't say."""
-    dense = raw.get("first_k_dense_replace", dense_layers)
-    return {
-        "experts": raw["n_routed_experts"],
-        "experts_per_token": raw.get("num_experts_per_tok", 8),
-        "moe_ffn": raw["moe_intermediate_size"],
-        "moe_layers": tuple(range(dense, raw["num_hidden_layers"])) if dense else None,
-        "shared_ffn": (raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"],
-        "router_score": "sigmoid",
-        "router_scale": raw.get("routed_scaling_factor", 1.0),
-        "router_groups": raw.get("n_group"),
-        "router_group_topk": raw.get("topk_group"),
-        "router_bias": True,
-        "renormalize": bool(raw.get("norm_topk_prob", True)),
-    }
+    def read_layers(raw: Raw) -> Fields:
+        first, layers = raw.get("first_k_dense_replace", dense), need_size(raw, "num_hidden_layers")
+        return {"layers.mlp": per_layer(range(first, layers), layers, "experts", "dense")}
 
+    def write_layers(config: ModelConfig) -> Raw:
+        return {"first_k_dense_replace": min(config.layers_with("moe"), default=config.layer_count)}
 
-def deepseek_expert_words(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """The way back. Raises NotExpressible for experts that don't fit these words."""
-    first = 0 if config.moe_layers is None else min(config.moe_layers, default=config.layers)
-    shared, rest = divmod(config.shared_ffn, config.moe_ffn)
-    if rest or config.moe_layers not in (None, tuple(range(first, config.layers))):
-        what = f"a shared expert of width {config.shared_ffn}" if rest else "dense layers between layers with experts"
-        raise NotExpressible(f"the model has {what}, for which {architecture} has no place in its config.json")
-    return {
-        "n_routed_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.moe_ffn,
-        "first_k_dense_replace": first,
-        "n_shared_experts": shared,
-        "routed_scaling_factor": config.router_scale or 1.0,
-        "n_group": config.router_groups or 1,
-        "topk_group": config.router_group_topk or 1,
-        "norm_topk_prob": config.renormalize,
-    }
+    def read_shared(raw: Raw) -> Fields:
+        experts = raw.get("n_shared_experts", shared) or 0
+        return {"experts.shared_ffn": experts * need_size(raw, "moe_intermediate_size", width)}
 
-
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(raw.get("attention_bias"))
-    attention = {"qkv_bias": bias, "qk_norm": bool(raw.get("use_qk_norm")), "rotary_percent": rotary_percent(raw, 0.5)}
-    experts = deepseek_experts({**_EXPERT_DEFAULTS, **raw}, 1)
-    mtp = raw.get("num_nextn_predict_layers") or 0
-    return read_decoder(raw, "glm4_moe", _DEFAULTS, **attention, **experts, mtp_layers=mtp)
-
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(
-        config,
-        "Glm4MoeForCausalLM",
-        o_bias="a bias on the attention output",
-        mlp_bias="MLP biases",
-        shared_gate="a gated shared expert",
+    return (
+        Words(("first_k_dense_replace",), read_layers, write_layers),
+        size("n_routed_experts", "experts.count", count),
+        size("num_experts_per_tok", "experts.per_token", 8),
+        size("moe_intermediate_size", "experts.ffn", width),
+        Words(
+            ("n_shared_experts",),
+            read_shared,
+            lambda config: {"n_shared_experts": config.experts.shared_ffn // max(1, config.experts.ffn)},
+        ),
     )
-    refuse(config, "Glm4MoeForCausalLM", sliding_window="a sliding window")
-    attention = {
-        "attention_bias": config.qkv_bias,
-        "use_qk_norm": config.qk_norm,
-        "partial_rotary_factor": config.rotary_percent,
-        "num_nextn_predict_layers": config.mtp_layers,
-    }
-    words = deepseek_expert_words(config, "Glm4MoeForCausalLM") | attention
-    return write_decoder(config, "Glm4MoeForCausalLM", "glm4_moe", **words)
 
+
+def sigmoid_routing(*, scale: float, groups: int, group_topk: int) -> tuple[Words, ...]:
+    """How DeepSeek-V3 chooses experts; the numbers count where keys are missing."""
+
+    def read(raw: Raw) -> Fields:
+        found = {"experts.groups": raw.get("n_group", groups), "experts.group_topk": raw.get("topk_group", group_topk)}
+        return found | {"experts.scale": raw.get("routed_scaling_factor", scale)}
+
+    def write(config: ModelConfig) -> Raw:
+        experts = config.experts
+        written = {"n_group": experts.groups or 1, "topk_group": experts.group_topk or 1}
+        return written | {"routed_scaling_factor": experts.scale or 1.0}
+
+    return (
+        Words(("n_group", "topk_group", "routed_scaling_factor"), read, write),
+        flags("norm_topk_prob", ("experts.renormalize",), default=True),
+    )
+
+
+_WORDS = (
+    *decoder_words(positions=131072, kv_heads=8, epsilon=1e-5, partial=partial_rotation(0.5)),
+    *deepseek_experts(count=128, width=1408, shared=1, dense=1),
+    *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
+    flags("attention_bias", ("attention.qkv_bias",), default=False),
+    flags("use_qk_norm", ("attention.qk_norm",), default=False),
+    count("num_nextn_predict_layers", "mtp_layers"),
+)
+SIGMOID: Fields = {"experts.score": "sigmoid", "experts.router_bias": True}
+"""Of the router."""
 
 FAMILY = Family(
-    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, read_hf, write_hf, IGNORED, complete=without_missing
-)
+    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=SILU,
+    ignored=IGNORED, complete=without_missing, recognized=f"{MIXTURE} sigmoid_router",
+)  # fmt: skip

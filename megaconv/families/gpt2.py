@@ -1,11 +1,9 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, weights stored as [in, out], head tied to the embedding."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
-from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.families.parts.decoder_words import model_words
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row, Transposed
 
@@ -79,63 +77,40 @@ ROWS = (
 IGNORED = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 """Older files keep the causal mask."""
 
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    hidden, heads = raw["n_embd"], raw["n_head"]
-    activation = raw.get("activation_function", "gelu_new")
-    unusual = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False}
-    if activation not in _ACTIVATIONS or any(raw.get(name, usual) != usual for name, usual in unusual.items()):
-        raise NotExpressible(
-            f"config.json: activation {activation!r} or one of {', '.join(unusual)} is not GPT-2's own; only that is known"
-        )
-    return ModelConfig(
-        family="gpt2",
-        layers=raw["n_layer"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=raw.get("n_inner") or 4 * hidden,
-        max_positions=raw["n_positions"],
-        norm_epsilon=raw.get("layer_norm_epsilon", 1e-5),
-        rope_theta=10000.0,
-        positions="learned",
-        normalization="LayerNorm",
-        activation=_ACTIVATIONS[activation],
-        gated=False,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        **read_hf_common({"bos_token_id": 50256, "eos_token_id": 50256, **raw}, tied=True) | {"hf": dict(raw)},
-    )
+def whole_heads(key: str, hidden_key: str) -> Words:
+    """Heads that share the hidden size out, with keys and values of their own."""
+
+    def read(raw: Raw) -> Fields:
+        hidden, heads = need_size(raw, hidden_key), need_size(raw, key)
+        if hidden % heads:
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} {heads} doesn't divide {hidden_key} {hidden}")
+        return {"attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": hidden // heads}
+
+    return Words((key,), read, lambda config: {key: config.attention.heads})
 
 
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(config, "GPT2LMHeadModel", qk_norm="q and k norms", sliding_window="a sliding window", experts="experts")
-    if config.kv_heads != config.heads or config.head_dim * config.heads != config.hidden:
-        raise NotExpressible(
-            "GPT2LMHeadModel has no place for grouped queries, or heads that don't add up to the hidden size"
-        )
-    eos = config.eos_token_id
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
-        "n_embd": config.hidden,
-        "n_head": config.heads,
-        "n_inner": None if config.ffn == 4 * config.hidden else config.ffn,
-        "n_layer": config.layers,
-        "n_positions": config.max_positions,
-        "layer_norm_epsilon": config.norm_epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": config.dtype,
-        "vocab_size": config.vocab,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
-        "pad_token_id": config.pad_token_id,
-    }
+def _write_width(config: ModelConfig) -> Raw:
+    return {"n_inner": None if config.mlp.ffn == 4 * config.hidden else config.mlp.ffn}
 
 
-FAMILY = Family("gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, read_hf, write_hf, IGNORED, prefix="transformer.")
+_WORDS = (
+    size("n_embd", "hidden"),
+    size("n_layer", "layers.count"),
+    size("n_positions", "max_positions", 1024),
+    whole_heads("n_head", "n_embd"),
+    Words(("n_inner",), lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")}, _write_width),
+    number("layer_norm_epsilon", "norm.epsilon", 1e-5),
+    choice("activation_function", "mlp.activation", _ACTIVATIONS, "gelu_new"),
+    *model_words(tied=True, tokens=(50256, 50256, None)),
+)
+LEARNED = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.gated": False}
+BIASED = {"attention.qkv_bias": True, "attention.o_bias": True, "mlp.bias": True}
+_ONLY = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False}
+
+FAMILY = Family(
+    "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, words=_WORDS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
+    prefix="transformer.", recognized="learned norm_bias !gated !encoder !transform !mixture",
+)  # fmt: skip

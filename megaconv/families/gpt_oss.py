@@ -5,16 +5,20 @@ weights the transpose of each expert, as MXFP4 (`hf+stacked`, see megaconv/engin
 A sink is Megatron's learnable softmax offset.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import require_only
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.hf_config import layer_types, read_decoder, refuse, windowed_layers, write_decoder
-from megaconv.model.config import ModelConfig
+from megaconv.families.parts.decoder_words import (
+    LLAMA_LIKE,
+    SILU,
+    decoder_words,
+    layer_types,
+    rope,
+    windowed_layers,
+    windows_on,
+)
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, need_size, number, size
 from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -54,13 +58,6 @@ _OWN = (
 _SHARED = (EMBEDDING, *ATTENTION, MOE_NORM, *HEAD)
 ROWS = (*(row.without("legacy", "meta") for row in _SHARED), *_OWN)
 
-_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-}
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -70,50 +67,49 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 """What the class takes rope for that config.json doesn't speak of."""
-_ONLY = {"swiglu_alpha": 1.702}
-"""What Megatron's quick gelu has; older transformers have no word for it."""
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    require_only(raw, _ONLY)
-    bias = bool(raw.get("attention_bias", True))
-    layers = raw["num_hidden_layers"]
+def _read_windows(raw: Raw) -> Fields:
+    layers = need_size(raw, "num_hidden_layers")
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    window = raw.get("sliding_window", 128)
-    windowed = windowed_layers({**raw, "layer_types": raw.get("layer_types") or kinds})
-    windows = {} if window is None or windowed == () else {"sliding_window": window, "windowed_layers": windowed}
-    scaling = {} if raw.get("rope_scaling") or raw.get("rope_parameters") else {"rope_scaling": _YARN}
-    experts = {"experts": raw.get("num_local_experts", 128), "experts_per_token": raw.get("num_experts_per_tok", 4)}
-    experts["moe_ffn"] = raw["intermediate_size"]
-    experts |= {"activation": "quick_gelu", "glu_limit": float(raw.get("swiglu_limit", 7.0)), "glu_offset": 1.0}
-    biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": True, "sinks": True}
-    return read_decoder(raw, "gpt_oss", _DEFAULTS, **biases, **windows, **experts, **scaling, hf=dict(raw))
+    return windows_on(raw, windowed_layers(raw, kinds), raw.get("sliding_window", 128) or None)
 
 
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    architecture = "GptOssForCausalLM"
-    refuse(
-        config,
-        architecture,
-        qk_norm="q and k norms",
-        moe_layers="dense layers",
-        shared_ffn="a shared expert",
-        router_bias="a bias that takes part in the choice of experts alone",
-        router_scale="a router scale",
-    )
-    if not config.renormalize or config.router_score != "softmax":
-        raise NotExpressible("the model's router isn't GPT-OSS's: a softmax over the experts that were chosen")
-    words = {
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "intermediate_size": config.moe_ffn,
-        "attention_bias": config.qkv_bias,
-        "swiglu_limit": config.glu_limit,
-        "sliding_window": config.sliding_window,
-        "layer_types": layer_types(config),
-        "rope_scaling": dict(config.rope_scaling or {"rope_type": "default"}),
-    }
-    return write_decoder(config, architecture, "gpt_oss", **words)
+def _read_alpha(raw: Raw) -> Fields:
+    if raw.get("swiglu_alpha", 1.702) != 1.702:
+        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not known, only 1.702 is")
+    return {}
 
 
-FAMILY = Family("gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, read_hf, write_hf, IGNORED)
+def _read_width(raw: Raw) -> Fields:
+    width = need_size(raw, "intermediate_size")
+    return {"mlp.ffn": width, "experts.ffn": width}
+
+
+_WORDS = (
+    *decoder_words(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
+    flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
+    Words(
+        ("sliding_window", "layer_types"),
+        _read_windows,
+        lambda config: {"sliding_window": config.window, "layer_types": layer_types(config)},
+    ),
+    size("num_local_experts", "experts.count", 128),
+    size("num_experts_per_tok", "experts.per_token", 4),
+    Words(("intermediate_size",), _read_width, lambda config: {"intermediate_size": config.experts.ffn}),
+    number("swiglu_limit", "mlp.clamp", 7.0),
+    # What Megatron's quick gelu has; older transformers don't know the key.
+    Words(("swiglu_alpha",), _read_alpha, lambda config: {}),
+)
+_GPT_OSS = {
+    "layers.mlp": "experts",
+    "mlp.activation": "quick_gelu",
+    "mlp.offset": 1.0,
+    "mlp.bias": True,
+    "attention.sinks": True,
+}
+
+FAMILY = Family(
+    "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, words=_WORDS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
+    ignored=IGNORED, recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
+)  # fmt: skip

@@ -1,11 +1,8 @@
 """Llama 1, 2, 3, 3.1, 3.2, 3.3 and everything else that calls itself LlamaForCausalLM."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megaconv.families import Family
-from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
-from megaconv.model.config import ModelConfig
+from megaconv.families.parts.decoder_words import GATED_SILU, LLAMA_LIKE, PLAIN, decoder_words
+from megaconv.families.parts.words import flags
 from megaconv.model.table import Copied, Fused, OtherAxis, RotaryPairs, Row
 
 _HF = "model.layers.{l}."
@@ -102,22 +99,11 @@ IGNORED = (
 """Older transformers saved the rotary frequencies, as Meta did; they follow from the configuration."""
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    attention_bias, mlp_bias = bool(raw.get("attention_bias")), bool(raw.get("mlp_bias"))
-    defaults = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-    return read_decoder(raw, "llama", defaults, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=mlp_bias)
+BIASES = flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=False)
+"""On all of attention's projections, or on none."""
 
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(config, "LlamaForCausalLM", qk_norm="q and k norms", sliding_window="a sliding window")
-    if config.qkv_bias != config.o_bias:
-        refuse(
-            config,
-            "LlamaForCausalLM",
-            qkv_bias="biases on q, k, v but not on the output",
-            o_bias="a bias on the output only",
-        )
-    return write_decoder(config, "LlamaForCausalLM", "llama", attention_bias=config.qkv_bias, mlp_bias=config.mlp_bias)
-
-
-FAMILY = Family("llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ROWS, read_hf, write_hf, IGNORED)
+FAMILY = Family(
+    "llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ROWS,
+    words=(*decoder_words(positions=2048, tokens=(1, 2, None)), GATED_SILU, BIASES, flags("mlp_bias", ("mlp.bias",), default=False)),
+    fixed=LLAMA_LIKE, ignored=IGNORED, recognized=f"{PLAIN} !qkv_alone !qk_norm !only_windows",
+)  # fmt: skip

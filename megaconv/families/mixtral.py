@@ -1,13 +1,9 @@
 """Mixtral: Mistral's attention, and experts in every layer."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
-from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
-from megaconv.model.config import ModelConfig
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope, window
+from megaconv.families.parts.words import Fields, Raw, Words, need_size, size
 from megaconv.model.table import Fused, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -67,38 +63,21 @@ _MISTRALS_OWN = {
 _OWN = tuple(row.renamed(meta=_MISTRALS_OWN[row.canonical]) for row in (MOE_NORM, *_EXPERTS))
 ROWS = (EMBEDDING, *ATTENTION, *_OWN, *HEAD)
 
-_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-}
+
+def _width(raw: Raw) -> Fields:
+    width = need_size(raw, "intermediate_size")
+    return {"mlp.ffn": width, "experts.ffn": width}
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    experts = {"experts": raw.get("num_local_experts", 8), "experts_per_token": raw.get("num_experts_per_tok", 2)}
-    window = raw.get("sliding_window")
-    return read_decoder(raw, "mixtral", _DEFAULTS, moe_ffn=raw["intermediate_size"], sliding_window=window, **experts)
+_WORDS = (
+    *decoder_words(positions=131072, kv_heads=8, epsilon=1e-5, rotation=rope(1e6), tokens=(1, 2, None)),
+    window(None),
+    size("num_local_experts", "experts.count", 8),
+    size("num_experts_per_tok", "experts.per_token", 2),
+    Words(("intermediate_size",), _width, lambda config: {"intermediate_size": config.experts.ffn}),
+)
 
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(
-        config, "MixtralForCausalLM", qkv_bias="attention biases", qk_norm="q and k norms", router_bias="a router bias"
-    )
-    refuse(
-        config,
-        "MixtralForCausalLM",
-        moe_layers="dense layers",
-        shared_ffn="a shared expert",
-        router_scale="a router scale",
-    )
-    if not config.renormalize or config.router_score != "softmax":
-        raise NotExpressible("the model's router isn't Mixtral's: a softmax over the experts that were chosen")
-    experts = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
-    written = write_decoder(config, "MixtralForCausalLM", "mixtral", sliding_window=config.sliding_window, **experts)
-    return written | {"intermediate_size": config.moe_ffn}
-
-
-FAMILY = Family("mixtral", ("MixtralForCausalLM",), "mixtral", ROWS, read_hf, write_hf, IGNORED)
+FAMILY = Family(
+    "mixtral", ("MixtralForCausalLM",), "mixtral", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"layers.mlp": "experts"}, only=SILU,
+    ignored=IGNORED, recognized=f"{MIXTURE} !sigmoid_router !shared_ffn !qk_norm",
+)  # fmt: skip

@@ -1,12 +1,11 @@
 """Phi-3 and 3.5 (mini, medium): Llama's tensors, with q, k, v in one and gate, up in another as Hugging Face ships them."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, window
+from megaconv.families.parts.words import CONFIG_NAME, Raw, Words
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused
 
@@ -16,25 +15,20 @@ _FUSED = {
 }
 ROWS = tuple(row.renamed(hf=_FUSED.get(row.canonical, row.names["hf"])).without("legacy", "meta") for row in LLAMA_ROWS)
 
-_DEFAULTS = {
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 32000,
-    "pad_token_id": 32000,
-}
+
+def _write_original(config: ModelConfig) -> Raw:
+    if config.positions.scaling is not None:
+        raise NotExpressible(
+            f"the model's positions.scaling is {dict(config.positions.scaling)}, which Phi3ForCausalLM can't represent in its "
+            f"{CONFIG_NAME}: it knows only a kind of scaling of its own"
+        )
+    return {"original_max_position_embeddings": config.max_positions}
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    return read_decoder(raw, "phi3", _DEFAULTS, sliding_window=raw.get("sliding_window"))
+_ORIGINAL = Words(("original_max_position_embeddings",), lambda raw: {}, _write_original)
 
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(config, "Phi3ForCausalLM", qkv_bias="attention biases", o_bias="attention biases", mlp_bias="MLP biases")
-    refuse(config, "Phi3ForCausalLM", qk_norm="q and k norms", windowed_layers="a sliding window on some layers only")
-    refuse(config, "Phi3ForCausalLM", rope_scaling="rope scaling, of which it knows only a kind of its own,")
-    window = {"sliding_window": config.sliding_window, "original_max_position_embeddings": config.max_positions}
-    return write_decoder(config, "Phi3ForCausalLM", "phi3", **window)
-
-
-FAMILY = Family("phi3", ("Phi3ForCausalLM",), "phi3", ROWS, read_hf, write_hf, IGNORED)
+FAMILY = Family(
+    "phi3", ("Phi3ForCausalLM",), "phi3", ROWS,
+    words=(*decoder_words(positions=4096, epsilon=1e-5, tokens=(1, 32000, 32000)), window(None), _ORIGINAL),
+    fixed=LLAMA_LIKE, only=SILU, ignored=IGNORED, recognized=None,
+)  # fmt: skip

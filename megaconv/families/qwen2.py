@@ -1,51 +1,56 @@
 """Qwen 1.5, 2 and 2.5: Llama with biases on q, k and v."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
-from megaconv.families.parts.hf_config import layer_types, read_decoder, refuse, windowed_layers, write_decoder
+from megaconv.families.parts.decoder_words import (
+    LLAMA_LIKE,
+    PLAIN,
+    SILU,
+    decoder_words,
+    layer_types,
+    windowed_layers,
+    windows_on,
+)
+from megaconv.families.parts.words import Fields, Raw, Words, need_size
 from megaconv.model.config import ModelConfig
 
-_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+
+def qwen_windows(every_layer: Callable[[Raw], list[str]]) -> Words:
+    """Qwen's windows count only when use_sliding_window says so; every_layer: layer_types where the key is missing.
+
+    Layers are written one by one, which old and new transformers both follow.
+    """
+
+    def read(raw: Raw) -> Fields:
+        size = raw.get("sliding_window", 4096)
+        if not raw.get("use_sliding_window") or not size:
+            return {}
+        return windows_on(raw, windowed_layers(raw, every_layer(raw)), size)
+
+    def write(config: ModelConfig) -> Raw:
+        windowed = config.layers_with("window")
+        return {
+            "use_sliding_window": bool(windowed),
+            "sliding_window": config.window,
+            "max_window_layers": windowed[0] if windowed else config.layer_count,
+            "layer_types": layer_types(config),
+        }
+
+    return Words(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
-def qwen_window(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen's sliding window counts only when use_sliding_window says so, and only from max_window_layers on."""
-    layers = windowed_layers({"max_window_layers": 28, **raw})
-    window = raw.get("sliding_window", 4096)
-    if not raw.get("use_sliding_window") or window is None or layers == ():
-        return {}
-    return {"sliding_window": window, "windowed_layers": layers}
+def _from_max_window_layers(raw: Raw) -> list[str]:
+    layers, first = need_size(raw, "num_hidden_layers"), raw.get("max_window_layers", 28) or 0
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
 
 
-def qwen_window_words(config: ModelConfig) -> dict[str, Any]:
-    """The way back; layers are named one by one, which old and new transformers both follow."""
-    first = 0 if config.windowed_layers is None else min(config.windowed_layers, default=config.layers)
-    words: dict[str, Any] = {
-        "use_sliding_window": config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
-    }
-    return words | {
-        "max_window_layers": first if config.sliding_window else config.layers,
-        "layer_types": layer_types(config),
-    }
+QWEN_WINDOWS = qwen_windows(_from_max_window_layers)
 
-
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    return read_decoder(raw, "qwen2", _DEFAULTS, qkv_bias=True, **qwen_window(raw))
-
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(
-        config,
-        "Qwen2ForCausalLM",
-        o_bias="a bias on the attention output",
-        mlp_bias="MLP biases",
-        qk_norm="q and k norms",
-    )
-    return write_decoder(config, "Qwen2ForCausalLM", "qwen2", **qwen_window_words(config))
-
-
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", ROWS, read_hf, write_hf, IGNORED, features=("qkv_bias",))
+FAMILY = Family(
+    "qwen2", ("Qwen2ForCausalLM",), "qwen2", ROWS,
+    words=(*decoder_words(positions=32768, kv_heads=32), QWEN_WINDOWS),
+    fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only=SILU, ignored=IGNORED, features=("qkv_bias",),
+    recognized=f"{PLAIN} qkv_alone !qk_norm",
+)  # fmt: skip

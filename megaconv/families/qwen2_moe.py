@@ -1,14 +1,13 @@
 """Qwen 1.5 and 2 MoE: Qwen 2's attention, routed experts, and a gated shared expert."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, expert_rows, shared_expert_rows
-from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
-from megaconv.families.qwen2 import qwen_window, qwen_window_words
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
+from megaconv.families.parts.words import Fields, Raw, Words, flags, need_size, size
+from megaconv.families.qwen2 import qwen_windows
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
 from megaconv.model.table import Row
 
 QWEN_EXPERTS = expert_rows(
@@ -22,63 +21,47 @@ _SHARED_GATE = Row(
 )  # fmt: skip
 ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
 
-_DEFAULTS = {"num_key_value_heads": 16, "max_position_embeddings": 32768}
 
+def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]:
+    """Routed experts as Qwen describes them; the numbers count where keys are missing."""
 
-def qwen_experts(raw: Mapping[str, Any], experts: int, experts_per_token: int, moe_ffn: int) -> dict[str, Any]:
-    """Routed experts in Qwen's words; the numbers count where the configuration doesn't say."""
-    layers, step, dense = raw["num_hidden_layers"], raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-    with_experts = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
-    return {
-        "experts": raw.get("num_experts") or raw.get("num_local_experts") or experts,
-        "experts_per_token": raw.get("num_experts_per_tok", experts_per_token),
-        "moe_ffn": raw.get("moe_intermediate_size", moe_ffn),
-        "moe_layers": None if len(with_experts) == layers else with_experts,
-        "renormalize": bool(raw.get("norm_topk_prob", False)),
-    }
+    def read(raw: Raw) -> Fields:
+        layers, step, dense = (
+            need_size(raw, "num_hidden_layers"),
+            raw.get("decoder_sparse_step", 1),
+            raw.get("mlp_only_layers"),
+        )
+        chosen = [layer for layer in range(layers) if layer not in (dense or ()) and (layer + 1) % step == 0]
+        found = raw.get("num_experts") or raw.get("num_local_experts") or count
+        return {"experts.count": found, "layers.mlp": per_layer(chosen, layers, "experts", "dense")}
 
+    def write(config: ModelConfig) -> Raw:
+        dense = list(config.layers_with("dense"))
+        return {"num_experts": config.experts.count, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
-def qwen_expert_words(config: ModelConfig) -> dict[str, Any]:
-    """The way back."""
-    dense = [layer for layer in range(config.layers) if config.has("dense", layer)]
-    return {
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.moe_ffn,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": dense,
-        "norm_topk_prob": config.renormalize,
-    }
-
-
-def _window(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Unlike Qwen 2: unless layers are listed, every other one has a window, and only before max_window_layers."""
-    layers, end = raw["num_hidden_layers"], raw.get("max_window_layers", 28)
-    kinds = ["full_attention" if layer % 2 or layer >= end else "sliding_attention" for layer in range(layers)]
-    return qwen_window({**raw, "layer_types": raw.get("layer_types") or kinds})
-
-
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    shared = {"shared_ffn": raw.get("shared_expert_intermediate_size", 5632), "shared_gate": True}
-    bias = bool(raw.get("qkv_bias", True))
-    experts = qwen_experts(raw, 60, experts_per_token=4, moe_ffn=1408)
-    return read_decoder(raw, "qwen2_moe", _DEFAULTS, qkv_bias=bias, **experts, **shared, **_window(raw))
-
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(
-        config,
-        "Qwen2MoeForCausalLM",
-        o_bias="a bias on the attention output",
-        qk_norm="q and k norms",
-        router_bias="a router bias",
+    return (
+        Words(("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"), read, write),
+        size("num_experts_per_tok", "experts.per_token", per_token),
+        size("moe_intermediate_size", "experts.ffn", width),
+        flags("norm_topk_prob", ("experts.renormalize",), default=False),
     )
-    refuse(config, "Qwen2MoeForCausalLM", router_scale="a router scale", mlp_bias="MLP biases")
-    shared = {"shared_expert_intermediate_size": config.shared_ffn, "qkv_bias": config.qkv_bias}
-    words = qwen_expert_words(config) | shared | qwen_window_words(config)
-    return write_decoder(config, "Qwen2MoeForCausalLM", "qwen2_moe", **words)
 
+
+def _every_other_layer(raw: Raw) -> list[str]:
+    """Unlike Qwen 2: every other layer, and only before max_window_layers."""
+    layers, end = need_size(raw, "num_hidden_layers"), raw.get("max_window_layers", 28)
+    return ["full_attention" if layer % 2 or layer >= end else "sliding_attention" for layer in range(layers)]
+
+
+_WORDS = (
+    *decoder_words(positions=32768, kv_heads=16),
+    *qwen_experts(count=60, per_token=4, width=1408),
+    size("shared_expert_intermediate_size", "experts.shared_ffn", 5632),
+    flags("qkv_bias", ("attention.qkv_bias",), default=True),
+    qwen_windows(_every_other_layer),
+)
 
 FAMILY = Family(
-    "qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2_moe", ROWS, read_hf, write_hf, IGNORED, features=("qkv_bias",)
-)
+    "qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2_moe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"experts.shared_gate": True},
+    only=SILU, ignored=IGNORED, features=("qkv_bias",), recognized=f"{MIXTURE} !sigmoid_router shared_ffn",
+)  # fmt: skip

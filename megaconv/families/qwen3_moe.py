@@ -1,49 +1,31 @@
 """Qwen 3 MoE: Qwen 3's attention, and routed experts without a shared one."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megaconv.families import Family
-from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.hf_config import read_decoder, refuse, write_decoder
-from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_expert_words, qwen_experts
-from megaconv.model.config import ModelConfig
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
+from megaconv.families.parts.words import Fields, Raw, Words
+from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_experts
 
 ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *HEAD)
 
-_DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
+
+def _window(raw: Raw) -> Fields:
+    return {"layers.window": raw.get("sliding_window", 4096) or None} if raw.get("use_sliding_window") else {}
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(raw.get("attention_bias"))
-    window = {"sliding_window": raw.get("sliding_window", 4096)} if raw.get("use_sliding_window") else {}
-    experts = qwen_experts(raw, 128, experts_per_token=8, moe_ffn=768)
-    attention = {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
-    return read_decoder(raw, "qwen3_moe", _DEFAULTS, **attention, **experts, **window)
-
-
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    refuse(
-        config,
-        "Qwen3MoeForCausalLM",
-        shared_ffn="a shared expert",
-        router_bias="a router bias",
-        router_scale="a router scale",
-    )
-    refuse(config, "Qwen3MoeForCausalLM", mlp_bias="MLP biases", windowed_layers="a sliding window on some layers only")
-    if config.qkv_bias != config.o_bias:
-        refuse(
-            config,
-            "Qwen3MoeForCausalLM",
-            qkv_bias="biases on q, k, v but not on the output",
-            o_bias="a bias on the output only",
-        )
-    window = {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
-    words = qwen_expert_words(config) | window | {"attention_bias": config.qkv_bias}
-    return write_decoder(config, "Qwen3MoeForCausalLM", "qwen3_moe", **words)
-
+_WORDS = (
+    *decoder_words(positions=32768, kv_heads=4),
+    *qwen_experts(count=128, per_token=8, width=768),
+    BIASES,
+    Words(
+        ("use_sliding_window", "sliding_window"),
+        _window,
+        lambda config: {"use_sliding_window": config.window is not None, "sliding_window": config.window},
+    ),
+)
 
 FAMILY = Family(
-    "qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3_moe", ROWS, read_hf, write_hf, IGNORED, features=("qk_norm",)
-)
+    "qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3_moe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"attention.qk_norm": True},
+    only=SILU, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn qk_norm",
+)  # fmt: skip

@@ -5,12 +5,10 @@ told otherwise; T5ForConditionalGeneration has none of these. Both are read and 
 and the other hasn't is refused.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.parts.hf_config import read_hf_common, refuse
+from megaconv.families.parts.decoder_words import model_words
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row
 
@@ -190,71 +188,61 @@ _ACTIVATIONS = {
 """feed_forward_proj -> (activation, whether it is a gate)."""
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
+def _read_activation(raw: Raw) -> Fields:
     kind = raw.get("feed_forward_proj", "relu")
     if kind not in _ACTIVATIONS:
         raise NotExpressible(
-            f"config.json: feed_forward_proj {kind!r} is not known; known are {', '.join(_ACTIVATIONS)}"
+            f"{CONFIG_NAME}: feed_forward_proj {kind!r} is not known; known are {', '.join(_ACTIVATIONS)}"
         )
-    activation, gated = _ACTIVATIONS[kind]
-    layers = raw.get("num_decoder_layers")
-    return ModelConfig(
-        family="t5",
-        layers=raw["num_layers"] if layers is None else layers,
-        encoder_layers=raw["num_layers"],
-        hidden=raw["d_model"],
-        heads=raw["num_heads"],
-        kv_heads=raw["num_heads"],
-        head_dim=raw["d_kv"],
-        ffn=raw["d_ff"],
-        max_positions=raw.get("n_positions") or 512,
-        norm_epsilon=raw.get("layer_norm_epsilon", 1e-6),
-        rope_theta=10000.0,
-        positions="relative",
-        relative_buckets=raw.get("relative_attention_num_buckets", 32),
-        relative_distance=raw.get("relative_attention_max_distance", 128),
-        activation=activation,
-        gated=gated,
-        scaled_attention=False,
-        **read_hf_common({"pad_token_id": 0, "eos_token_id": 1, **raw}, tied=True),
-    )
+    return dict(zip(("mlp.activation", "mlp.gated"), _ACTIVATIONS[kind], strict=True))
 
 
-def write_hf(config: ModelConfig) -> dict[str, Any]:
-    kind = "T5ForConditionalGeneration"
-    refuse(
-        config,
-        kind,
-        scaled_attention="attention scores divided by the square root of the head size (all of Megatron's are)",
-    )
-    refuse(config, kind, qkv_bias="biases", o_bias="biases", mlp_bias="biases", head_bias="a bias on its head")
-    if config.positions != "relative" or config.normalization != "RMSNorm" or not config.final_norm:
-        raise NotExpressible(
-            f"the model's positions or norms are not those of {kind}: relative ones, RMSNorm everywhere"
-        )
+def _write_activation(config: ModelConfig) -> Raw:
     words = {found: word for word, found in _ACTIVATIONS.items()}
-    return {
-        "architectures": [kind],
-        "model_type": "t5",
-        "is_encoder_decoder": True,
-        "feed_forward_proj": words[config.activation, config.gated],
-        "d_model": config.hidden,
-        "d_kv": config.head_dim,
-        "d_ff": config.ffn,
-        "num_heads": config.heads,
-        "num_layers": config.encoder_layers,
-        "num_decoder_layers": config.layers,
-        "n_positions": config.max_positions,
-        "layer_norm_epsilon": config.norm_epsilon,
-        "relative_attention_num_buckets": config.relative_buckets,
-        "relative_attention_max_distance": config.relative_distance,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": config.dtype,
-        "vocab_size": config.vocab,
-        "pad_token_id": config.pad_token_id,
-        "eos_token_id": config.eos_token_id,
-        "decoder_start_token_id": config.pad_token_id,
-    }
+    found = (config.mlp.activation, config.mlp.gated)
+    if found not in words:
+        raise NotExpressible(
+            f"the model has {'a gated' if config.mlp.gated else 'an ungated'} {config.mlp.activation}, which "
+            f"T5ForConditionalGeneration doesn't know; it knows {', '.join(_ACTIVATIONS)}"
+        )
+    return {"feed_forward_proj": words[found]}
 
 
-FAMILY = Family("t5", ("T5ForConditionalGeneration",), "t5", ROWS, read_hf, write_hf, IGNORED)
+def _read_layers(raw: Raw) -> Fields:
+    encoder = need_size(raw, "num_layers")
+    return {"encoder.layers": encoder, "layers.count": need_size(raw, "num_decoder_layers", encoder)}
+
+
+def _read_heads(raw: Raw) -> Fields:
+    heads = need_size(raw, "num_heads")
+    return {"attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": need_size(raw, "d_kv")}
+
+
+_WORDS = (
+    size("d_model", "hidden"),
+    size("d_ff", "mlp.ffn"),
+    size("n_positions", "max_positions", 512),
+    Words(
+        ("num_layers", "num_decoder_layers"),
+        _read_layers,
+        lambda config: {"num_layers": config.encoder.layers, "num_decoder_layers": config.layer_count},
+    ),
+    Words(
+        ("num_heads", "d_kv"),
+        _read_heads,
+        lambda config: {"num_heads": config.attention.heads, "d_kv": config.attention.head_dim},
+    ),
+    number("layer_norm_epsilon", "norm.epsilon", 1e-6),
+    size("relative_attention_num_buckets", "positions.buckets", 32),
+    size("relative_attention_max_distance", "positions.max_distance", 128),
+    Words(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
+    *model_words(tied=True, tokens=(None, 1, 0)),
+    Words(("decoder_start_token_id",), lambda raw: {}, lambda config: {"decoder_start_token_id": config.pad_token_id}),
+)
+_T5 = {"positions.kind": "relative", "attention.scale": 1.0}
+"""All of Megatron's divide attention scores by the square root of the head size."""
+
+FAMILY = Family(
+    "t5", ("T5ForConditionalGeneration",), "t5", ROWS, words=_WORDS, fixed=_T5, only={"is_encoder_decoder": True},
+    ignored=IGNORED, recognized="encoder",
+)  # fmt: skip

@@ -62,6 +62,10 @@ def same_names(expected: Collection[str], found: Collection[str], where: str) ->
     unknown = [name for name in found if name not in known]
     if missing:
         extra = f"; it has unknown ones: {listing(unknown)}" if unknown else ""
-        raise TensorMismatch(f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}")
+        raise TensorMismatch(
+            f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}", code="missing-tensor"
+        )
     if unknown:
-        raise TensorMismatch(f"{where}: {len(unknown)} tensors are unknown in this model: {listing(unknown)}")
+        raise TensorMismatch(
+            f"{where}: {len(unknown)} tensors are unknown in this model: {listing(unknown)}", code="unknown-tensor"
+        )

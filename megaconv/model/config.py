@@ -1,11 +1,157 @@
-"""The configuration of a model, complete: everything that any target format has to write."""
+"""What a model is: everything that any target format has to write, grouped by subject.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+Every value has a dotted name (`attention.heads`, `layers.window`), under which loaders collect what they find, families
+say what their config.json can represent, and messages name what a target can't. `fields.py` translates.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaconv.errors import CorruptCheckpoint
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one layer of the decoder (or of the only stack) is made of."""
+
+    mixer: str = "attention"
+    """What mixes tokens; `attention` is all that any family has so far."""
+    mlp: str = "dense"
+    """`dense`, or `experts`."""
+    window: int | None = None
+    """Number of positions that a token attends to, itself included; None for all."""
+    rotates: bool = True
+    """Whether rope, where the model has it, rotates q and k of this layer."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """Whether q and k of each head are normed before they rotate."""
+    sinks: bool = False
+    """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
+    scale: float | None = None
+    """A factor on attention scores; None: one over the square root of head_dim."""
+    score_cap: float | None = None
+    """Scores are squeezed between plus and minus this by tanh; None: they aren't."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); all 0 without."""
+
+    kv_rank: int = 0
+    """Width of the latent vector that keys and values are made of."""
+    q_rank: int = 0
+    """Width of the one that queries are made of; 0 where they are made directly."""
+    rope_dim: int = 0
+    """The part of head_dim that rotates: its last elements, in pairs, one for all heads of keys."""
+    v_dim: int = 0
+    """Elements of a head's values."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How a model knows a token's position."""
+
+    kind: str = "rope"
+    """`rope`, `learned` (a table of max_positions rows) or `relative` (biases on attention scores)."""
+    theta: float = 10000.0
+    local_theta: float | None = None
+    """Of layers with a window, where they have a base of their own."""
+    scaling: Mapping[str, Any] | None = None
+    """As Hugging Face spells it, with `rope_type`; None when positions are not scaled."""
+    rotary_percent: float = 1.0
+    """The part of a head, from its first element on, that rotates."""
+    interleaved: bool = False
+    """Whether an element rotates with its neighbour, and not with the one half a head further."""
+    buckets: int = 0
+    """Distances that relative positions tell from each other, the largest of which is max_distance."""
+    max_distance: int = 0
+
+
+@dataclass(frozen=True)
+class Norm:
+    kind: str = "RMSNorm"
+    """`RMSNorm`, or `LayerNorm`, which has biases."""
+    epsilon: float = 1e-5
+    zero_centered: bool = False
+    """Whether a norm multiplies with its weight + 1."""
+    place: str = "before"
+    """`before` each sublayer, or `after_sum`: of a sublayer's output and what it was given, as in the original BERT."""
+    final: bool = True
+    """Whether one follows the last layer."""
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Of dense layers; activation, gate and clamp are those of experts too."""
+
+    ffn: int
+    activation: str = "silu"
+    """`silu`, `relu`, `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
+    gated: bool = True
+    """Whether the activation's output is multiplied with a second projection."""
+    bias: bool = False
+    clamp: float | None = None
+    """The first projection is clamped to it from above, the second one from both sides; None: neither."""
+    offset: float = 0.0
+    """Added to the second projection."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of layers whose MLP is a mixture of experts; count 0 for a dense model."""
+
+    count: int = 0
+    per_token: int = 0
+    ffn: int = 0
+    """Width of one routed expert."""
+    shared_ffn: int = 0
+    """Width of the expert that every token passes; 0 without one."""
+    shared_gate: bool = False
+    """Whether a gate scales the shared expert's output."""
+    score: str = "softmax"
+    """What turns router logits into weights: `softmax` or `sigmoid`."""
+    renormalize: bool = True
+    """Whether the weights of the experts that were chosen are made to sum up to 1."""
+    scale: float | None = None
+    """A factor on those weights."""
+    groups: int | None = None
+    group_topk: int | None = None
+    """Experts are chosen from the best group_topk of `groups` groups; None without groups."""
+    router_bias: bool = False
+    """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A stack that the decoder attends to."""
+
+    layers: int = 0
+    """0 where there is one stack."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What follows the last layer, besides a matrix."""
+
+    bias: bool = False
+    """Whether a head that may lack it has a bias per word."""
+    activation: str = ""
+    """Of the transform before a masked-language-model head, in the words of `mlp.activation`; empty without one."""
+    binary: bool = False
+    """Whether a pooler and a head say if two segments follow each other."""
+    logit_cap: float | None = None
+    """Logits are squeezed between plus and minus this by tanh; None: they aren't."""
 
 
 @dataclass(frozen=True)
@@ -13,98 +159,26 @@ class ModelConfig:
     """One model. Sizes are those of the whole model, before any sharding or padding."""
 
     family: str
-    layers: int
-    """Of the decoder, or of the only stack."""
+    layers: tuple[LayerKind, ...]
+    """Of the decoder, or of the only stack, from the first on."""
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
     vocab: int
     max_positions: int
-    norm_epsilon: float
-    rope_theta: float
-    rope_scaling: Mapping[str, Any] | None = None
-    """As Hugging Face spells it, with `rope_type`; None when positions are not scaled."""
-    positions: str = "rope"
-    """How a token's place is told: `rope`, `learned` (a table of max_positions rows) or `relative` (biases on attention)."""
-    normalization: str = "RMSNorm"
-    """`RMSNorm`, or `LayerNorm`, which has biases."""
-    activation: str = "silu"
-    """Of the MLP: `silu`, `relu`, `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
-    gated: bool = True
-    """Whether the MLP multiplies what its activation gives with a second projection."""
-    glu_limit: float | None = None
-    """The first projection is clamped to it from above, the second one from both sides; None: neither."""
-    glu_offset: float = 0.0
-    """Added to the second projection."""
-    rotary_percent: float = 1.0
-    """The part of a head, from its first element on, that rotates."""
+    attention: Attention
+    mlp: MLP
+    norm: Norm = field(default_factory=Norm)
+    positions: Positions = field(default_factory=Positions)
+    latent: LatentAttention = field(default_factory=LatentAttention)
+    experts: Experts = field(default_factory=Experts)
+    encoder: Encoder = field(default_factory=Encoder)
+    head: Head = field(default_factory=Head)
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sinks: bool = False
-    """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
-    encoder_layers: int = 0
-    """Of an encoder that the decoder attends to; 0 where there is one stack."""
-    final_norm: bool = True
-    post_norm: bool = False
-    """Whether what a norm gives is carried on past the next sublayer, as in the original BERT, and not what it was given."""
+    embedding_scale: float | None = None
+    """A factor on the embedding's output."""
     token_types: int = 0
     """Kinds of segments that have an embedding."""
-    binary_head: bool = False
-    """Whether a pooler and a head say if two segments follow each other."""
-    head_bias: bool = False
-    """Whether a head that may lack it has a bias per word."""
-    head_activation: str = ""
-    """Of the transform before a masked-language-model head, in the words of `activation`; empty without one."""
-    relative_buckets: int = 0
-    """Distances that relative positions tell apart, the largest of which is relative_distance."""
-    relative_distance: int = 0
-    scaled_attention: bool = True
-    """Whether attention scores are divided by the square root of head_dim."""
-    zero_centered_norm: bool = False
-    """Whether a norm multiplies with its weight + 1."""
-    embedding_scale: float | None = None
-    """A factor on what the embedding gives."""
-    kv_rank: int = 0
-    """Width of the latent vector that keys and values are made of; 0 without latent attention."""
-    q_rank: int = 0
-    """Width of the one that queries are made of; 0 where they are made directly."""
-    rope_dim: int = 0
-    """With latent attention, the part of head_dim that rotates: its last elements, in pairs, one for all heads of keys."""
-    v_dim: int = 0
-    """Elements of a head's values, where they are not head_dim."""
     mtp_layers: int = 0
     """Layers after the last that predict further tokens."""
-    sliding_window: int | None = None
-    """Number of positions that a token attends to, itself included; None for all."""
-    windowed_layers: tuple[int, ...] | None = None
-    """Layers with the sliding window, if not all of them have it."""
-    experts: int = 0
-    """Routed experts of each mixture-of-experts layer; 0 for a dense model."""
-    experts_per_token: int = 0
-    moe_ffn: int = 0
-    """Width of one routed expert."""
-    moe_layers: tuple[int, ...] | None = None
-    """Layers with experts, if not all of them have any."""
-    shared_ffn: int = 0
-    """Width of the expert that every token passes; 0 without one."""
-    shared_gate: bool = False
-    """Whether a gate scales what the shared expert gives."""
-    router_score: str = "softmax"
-    """What turns router logits into weights: `softmax` or `sigmoid`."""
-    renormalize: bool = True
-    """Whether the weights of the experts that were chosen are made to sum up to 1."""
-    router_scale: float | None = None
-    """A factor on those weights."""
-    router_groups: int | None = None
-    router_group_topk: int | None = None
-    """Experts are chosen from the best router_group_topk of router_groups groups; None without groups."""
-    router_bias: bool = False
-    """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
     dtype: str = "bfloat16"
     """What most of the weights are stored in: read off the tensors."""
     bos_token_id: int | None = None
@@ -112,83 +186,159 @@ class ModelConfig:
     pad_token_id: int | None = None
     hf: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """The model's own config.json, word for word, where it is known."""
+    _features: dict[int, frozenset[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises CorruptCheckpoint for values that no model has."""
-        for name in ("layers", *SIZES):
-            value, least = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
-            if type(value) is not int or value < least:
+        for name, size in SIZES.items():
+            value = size.of(self)
+            if type(value) is not int or value < size.least:
                 raise CorruptCheckpoint(f"the model's {name} should be a positive number, found {value!r}")
-        for name in ("norm_epsilon", "rope_theta", "rotary_percent"):
-            value = getattr(self, name)
+        if not self.layers:
+            raise CorruptCheckpoint("the model's layers should be a positive number, found 0")
+        for name in ("norm.epsilon", "positions.theta", "positions.rotary_percent"):
+            value = value_of(self, name)
             if type(value) not in (int, float) or not isfinite(value):
                 raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r}")
-        if self.experts and not (self.moe_ffn and 0 < self.experts_per_token <= self.experts):
-            what = f"{self.experts_per_token} of {self.experts} experts of width {self.moe_ffn}"
+        experts, latent = self.experts, self.latent
+        if experts.count and not (experts.ffn and 0 < experts.per_token <= experts.count):
+            what = f"{experts.per_token} of {experts.count} experts of width {experts.ffn}"
             raise CorruptCheckpoint(f"the model can't have {what} for each token")
-
-        if self.kv_rank and not (0 < self.rope_dim < self.head_dim and self.v_dim):
-            what = f"heads of {self.head_dim}, {self.rope_dim} of them rotating, and values of {self.v_dim}"
+        if latent.kv_rank and not (0 < latent.rope_dim < self.attention.head_dim and latent.v_dim):
+            what = (
+                f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
+            )
             raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
 
-    def has(self, features: str, layer: int) -> bool:
-        """Whether a layer has all of these features (`moe shared_ffn`): fields, or those derived below."""
-        is_moe = self.experts > 0 and (self.moe_layers is None or layer in self.moe_layers)
-        derived = {"moe": is_moe, "dense": not is_moe, "untied": not self.tie_embeddings}
-        derived |= {"mla": self.kv_rank > 0, "q_latent": self.q_rank > 0, "q_direct": not self.q_rank}
-        derived |= {"norm_bias": self.normalization == "LayerNorm", "learned": self.positions == "learned"}
-        derived |= {"relative": self.positions == "relative", "plain": not self.gated, "pre_norm": not self.post_norm}
-        derived |= {"first_layer": layer == 0, "later_layer": layer > 0}
-        return all(derived[name] if name in derived else bool(getattr(self, name)) for name in features.split())
+    @property
+    def layer_count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """Of the layers that have one; None where none has."""
+        return next((kind.window for kind in self.layers if kind.window is not None), None)
+
+    def layers_with(self, features: str) -> tuple[int, ...]:
+        """Numbers of the layers that have all of these features."""
+        return tuple(layer for layer in range(self.layer_count) if self.has(features, layer))
+
+    def has(self, features: str, layer: int = 0) -> bool:
+        """Whether a layer has all of these features (`moe !shared_ffn`), any of FEATURES; behind `!` one that it hasn't.
+
+        layer: may be beyond the last, whose kind then counts. Raises KeyError for a feature that there is not.
+        """
+        found = self._features.get(layer)
+        if found is None:
+            kind = self.layers[min(layer, self.layer_count - 1)]
+            found = frozenset(name for name, holds in FEATURES.items() if holds(self, kind, layer))
+            self._features[layer] = found
+        wanted, unwanted = _parsed(features)
+        return wanted <= found and unwanted.isdisjoint(found)
 
     def sizes(self) -> dict[str, int]:
         """The sizes that shapes are written in."""
-        derived = {"nope_dim": self.head_dim - self.rope_dim, "kv_and_rope": self.kv_rank + self.rope_dim}
-        return {name: getattr(self, name) for name in SIZES} | derived
+        rope_dim = self.latent.rope_dim
+        derived = {"nope_dim": self.attention.head_dim - rope_dim, "kv_and_rope": self.latent.kv_rank + rope_dim}
+        return {name: size.of(self) for name, size in SIZES.items()} | derived
 
 
-SIZES = (
-    *("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions", "experts", "moe_ffn", "shared_ffn"),
-    *("encoder_layers", "token_types", "relative_buckets", "kv_rank", "q_rank", "rope_dim", "v_dim"),
-)
-MAY_BE_ZERO = (
-    *("experts", "moe_ffn", "shared_ffn", "encoder_layers", "token_types", "relative_buckets"),
-    *("kv_rank", "q_rank", "rope_dim", "v_dim"),
-)
-STRUCTURE = (
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn",
-    "tie_embeddings",
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "qk_norm",
-    "sinks",
-    "experts",
-    "moe_layers",
-    "shared_gate",
-    "router_bias",
-    "encoder_layers",
-    "final_norm",
-    "token_types",
-    "binary_head",
-    "relative_buckets",
-    "kv_rank",
-    "q_rank",
-    "rope_dim",
-    "v_dim",
-)
-"""What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
+class Size(NamedTuple):
+    """A size that shapes are written in."""
+
+    field: str
+    least: int = 0
+
+    def of(self, config: ModelConfig) -> Any:
+        return value_of(config, self.field)
 
 
-def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """(field, left value, right value) wherever two configurations mean different models."""
-    return [
-        (item.name, getattr(left, item.name), getattr(right, item.name))
-        for item in fields(ModelConfig)
-        if item.compare and getattr(left, item.name) != getattr(right, item.name)
-    ]
+SIZES: Mapping[str, Size] = {
+    "hidden": Size("hidden", 1),
+    "heads": Size("attention.heads", 1),
+    "kv_heads": Size("attention.kv_heads", 1),
+    "head_dim": Size("attention.head_dim", 1),
+    "ffn": Size("mlp.ffn", 1),
+    "vocab": Size("vocab", 1),
+    "max_positions": Size("max_positions", 1),
+    "experts": Size("experts.count", 0),
+    "moe_ffn": Size("experts.ffn", 0),
+    "shared_ffn": Size("experts.shared_ffn", 0),
+    "encoder_layers": Size("encoder.layers"),
+    "token_types": Size("token_types"),
+    "relative_buckets": Size("positions.buckets"),
+    "kv_rank": Size("latent.kv_rank"),
+    "q_rank": Size("latent.q_rank"),
+    "rope_dim": Size("latent.rope_dim"),
+    "v_dim": Size("latent.v_dim"),
+}
+"""Name in shapes -> the size."""
+
+Holds = Callable[[ModelConfig, LayerKind, int], bool]
+FEATURES: Mapping[str, Holds] = {
+    # of the model
+    "untied": lambda config, kind, layer: not config.tie_embeddings,
+    "rope": lambda config, kind, layer: config.positions.kind == "rope",
+    "learned": lambda config, kind, layer: config.positions.kind == "learned",
+    "relative": lambda config, kind, layer: config.positions.kind == "relative",
+    "norm_bias": lambda config, kind, layer: config.norm.kind == "LayerNorm",
+    "zero_centered": lambda config, kind, layer: config.norm.zero_centered,
+    "pre_norm": lambda config, kind, layer: config.norm.place == "before",
+    "post_norm": lambda config, kind, layer: config.norm.place == "after_sum",
+    "final_norm": lambda config, kind, layer: config.norm.final,
+    "qkv_bias": lambda config, kind, layer: config.attention.qkv_bias,
+    "o_bias": lambda config, kind, layer: config.attention.o_bias,
+    "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
+    "qkv_alone": lambda config, kind, layer: config.attention.qkv_bias and not config.attention.o_bias,
+    "sinks": lambda config, kind, layer: config.attention.sinks,
+    "mlp_bias": lambda config, kind, layer: config.mlp.bias,
+    "gated": lambda config, kind, layer: config.mlp.gated,
+    "plain": lambda config, kind, layer: not config.mlp.gated,
+    "silu": lambda config, kind, layer: config.mlp.activation == "silu",
+    "gelu_tanh": lambda config, kind, layer: config.mlp.activation == "gelu_tanh",
+    "quick_gelu": lambda config, kind, layer: config.mlp.activation == "quick_gelu",
+    "clamped": lambda config, kind, layer: config.mlp.clamp is not None or bool(config.mlp.offset),
+    "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
+    "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,
+    "q_direct": lambda config, kind, layer: config.latent.q_rank == 0,
+    "mixture": lambda config, kind, layer: config.experts.count > 0,
+    "sigmoid_router": lambda config, kind, layer: config.experts.score == "sigmoid",
+    "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,
+    "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
+    "router_bias": lambda config, kind, layer: config.experts.router_bias,
+    "encoder": lambda config, kind, layer: config.encoder.layers > 0,
+    "token_types": lambda config, kind, layer: config.token_types > 0,
+    "binary_head": lambda config, kind, layer: config.head.binary,
+    "head_bias": lambda config, kind, layer: config.head.bias,
+    "transform": lambda config, kind, layer: bool(config.head.activation),
+    "windows": lambda config, kind, layer: config.window is not None,
+    "only_windows": lambda config, kind, layer: all(each.window is not None for each in config.layers),
+    # of a layer
+    "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
+    "dense": lambda config, kind, layer: not (config.experts.count and kind.mlp == "experts"),
+    "window": lambda config, kind, layer: kind.window is not None,
+    "first_layer": lambda config, kind, layer: layer == 0,
+    "later_layer": lambda config, kind, layer: layer > 0,
+}
+"""What a table's row, or a family, may depend on."""
+
+
+@cache
+def _parsed(features: str) -> tuple[frozenset[str], frozenset[str]]:
+    """(wanted, unwanted) features of `moe !shared_ffn`."""
+    names = features.split()
+    for name in names:
+        FEATURES[name.removeprefix("!")]
+    unwanted = frozenset(name[1:] for name in names if name.startswith("!"))
+    return frozenset(name for name in names if not name.startswith("!")), unwanted
+
+
+def value_of(config: ModelConfig, name: str) -> Any:
+    """The value of a dotted field; `layers.window` is one value where all layers agree, else a tuple with one for each."""
+    subject, _, inner = name.rpartition(".")
+    if subject == "layers":
+        if inner == "count":
+            return config.layer_count
+        values = tuple(getattr(kind, inner) for kind in config.layers)
+        return values[0] if len(set(values)) == 1 else values
+    return getattr(getattr(config, subject), inner) if subject else getattr(config, inner)

@@ -65,6 +65,8 @@ class Header:
     """Rows of the source's embedding as stored, where they are more than the vocabulary."""
     has_optimizer: bool = False
     """Whether optimizer state lies beside the weights."""
+    revision: str | None = None
+    """Of a source that isn't files: changes whenever its content does. None: nobody knows, and a run of it can't be resumed."""
 
     @property
     def carries_optimizer(self) -> bool:

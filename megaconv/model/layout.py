@@ -107,7 +107,8 @@ def divide(total: int, parts: int, what: str, over: str) -> int:
     """total / parts. Raises LayoutError naming the dimension, its value and the rank count."""
     if parts < 1 or total % parts:
         raise LayoutError(
-            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}"
+            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}",
+            code="layout-indivisible",
         )
     return total // parts
 
@@ -187,6 +188,25 @@ def _first_last(layers: int, pp: int, vpp: int, first: int | None, last: int | N
         ranks[-1] = last
     per_chunk = [divide(count, vpp, f"layers of pipeline rank {rank}", "vpp") for rank, count in enumerate(ranks)]
     return tuple(per_chunk * vpp)
+
+
+def uneven_splits(layers: int, pp: int, vpp: int) -> list[str]:
+    """Options of `megaconv convert` that share out layers which pp x vpp doesn't divide, with splits that are nearly even.
+
+    Empty where there are fewer layers than stages.
+    """
+    each, more = divmod(layers, pp * vpp)
+    if pp < 2 or not each:
+        return []
+    # Where Megatron has a rule that fits, with as many layers on the last rank, which has the head too, as on others, or fewer.
+    fitting = [
+        last
+        for last in range(vpp, layers // pp + 1, vpp)
+        if (layers - last) % (pp - 1) == 0 and (layers - last) // (pp - 1) % vpp == 0
+    ]
+    rule = [f"--decoder-last-pipeline-num-layers {fitting[-1]}"] if fitting else []
+    listed = [each + 1] * more + [each] * (pp * vpp - more)
+    return [*rule, f"--layer-split {','.join(map(str, listed))}"]
 
 
 def parse_pattern(pattern: str) -> tuple[int, ...]:

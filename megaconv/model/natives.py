@@ -214,8 +214,8 @@ def _mtp(rows: tuple[Row, ...], rank: _Rank, chunk: Chunk) -> Iterator[NativeTen
     """Layers that predict further tokens: Megatron counts them for themselves, Hugging Face after all others."""
     config, copy = rank.config, Copy(written=True)
     for layer in range(config.mtp_layers):
-        local = config.layers + layer if rank.naming.scheme == "hf" else layer
-        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layers - 1)):
+        local = config.layer_count + layer if rank.naming.scheme == "hf" else layer
+        for row in (row for row in rows if row.stage == "mtp" and row.exists(config, config.layer_count - 1)):
             yield from rank.natives(row, local, layer)
         for row in (row for row in rows if row.exists(config, 0)):
             for name in _names(row, rank, "mtp"):

@@ -46,7 +46,7 @@ def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = Fals
     whole, parallel = config.sizes(), layout.sizes()
     sizes = dict(whole)
     for size, over, when, share in SHARDED:
-        if when is None or any(config.has(when, layer) for layer in range(config.layers)):
+        if when is None or any(config.has(when, layer) for layer in range(config.layer_count)):
             if size == "kv_heads" and layout.tp > whole[size]:
                 sizes[size] = _shared_head(whole[size], layout.tp, allowed=shares_heads)
             else:

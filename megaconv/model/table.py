@@ -263,12 +263,12 @@ def fill(pattern: str, layer: int, expert: int | None) -> str:
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     for stage in STAGES:
         staged = [row for row in rows if row.stage == stage]
         for _, layer in layers_of(stage, config, whole):
             for row in staged:
-                if row.exists(config, config.layers - 1 if stage == "mtp" else layer):
+                if row.exists(config, config.layer_count - 1 if stage == "mtp" else layer):
                     yield row, layer
 
 
@@ -281,7 +281,7 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     if stage == "layer":
         yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
     elif stage == "encoder":
-        together = range(config.encoder_layers if chunk.is_first else 0)
+        together = range(config.encoder.layers if chunk.is_first else 0)
         yield from enumerate(together if chunk.encoder is None else chunk.encoder)
     elif stage == "between":
         ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
@@ -289,6 +289,6 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     elif stage == "mtp":
         yield from ((layer, layer) for layer in range(config.mtp_layers) if chunk.is_last)
     elif stage == "last":
-        yield from [(config.layers, config.layers)] if chunk.is_last else []
+        yield from [(config.layer_count, config.layer_count)] if chunk.is_last else []
     else:
         yield from [(0, 0)] if chunk.is_first else []

@@ -21,12 +21,13 @@ these formats in transformers.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
 
 PARAMS_NAME = "params.json"
 KINDS = {"meta": "Meta's", "mistral": "Mistral's"}
@@ -66,14 +67,14 @@ def kind_of(params: Mapping[str, Any]) -> str:
 def read_params(params: Mapping[str, Any], kind: str, found: Mapping[str, Any], path: Path) -> ModelConfig:
     """The model that params describe.
 
-    found: what the tensors say, as fields of ModelConfig: vocab, ffn, tie_embeddings. Mistral's params say ffn themselves.
+    found: what the tensors say, as fields of the configuration: vocab, mlp.ffn, tie_embeddings. Mistral's params say ffn themselves.
     Raises CorruptCheckpoint, naming path, for values that can't be.
     """
     try:
         config = (_read_mistral if kind == "mistral" else _read_meta)(params, found)
-        if config.head_dim % 2 or config.heads % config.kv_heads:
+        if config.attention.head_dim % 2 or config.attention.heads % config.attention.kv_heads:
             raise ValueError(
-                f"{config.heads} heads of {config.head_dim} with {config.kv_heads} key/value heads can't be"
+                f"{config.attention.heads} heads of {config.attention.head_dim} with {config.attention.kv_heads} key/value heads can't be"
             )
     except (CorruptCheckpoint, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
@@ -91,15 +92,18 @@ def _read_meta(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConf
         scaling["high_freq_factor"] = float(params.get("rope_high_freq_factor") or scaling["high_freq_factor"])
     positions = 131_072 if scaling else 8192 if llama3 else _positions_before_3(params, theta)
     bos, eos = (128_000, 128_001) if llama3 else (1, 2)
-    return ModelConfig(
-        **_read_common(params, "llama", found),
-        head_dim=params.get("head_dim") or _per_head(params),
-        ffn=found["ffn"],
-        rope_theta=float(theta),
-        rope_scaling=scaling,
-        max_positions=params.get("max_seq_len") or positions,
-        bos_token_id=bos if found["vocab"] > eos else None,
-        eos_token_id=eos if found["vocab"] > eos else None,
+    return from_fields(
+        "llama",
+        _read_common(params, found)
+        | {
+            "attention.head_dim": params.get("head_dim") or _per_head(params),
+            "mlp.ffn": found["mlp.ffn"],
+            "positions.theta": float(theta),
+            "positions.scaling": scaling,
+            "max_positions": params.get("max_seq_len") or positions,
+            "bos_token_id": bos if found["vocab"] > eos else None,
+            "eos_token_id": eos if found["vocab"] > eos else None,
+        },
     )
 
 
@@ -113,31 +117,33 @@ def _read_mistral(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelC
     window, moe = params.get("sliding_window"), params.get("moe")
     experts = {}
     if moe:
-        experts = {"experts": moe["num_experts"], "experts_per_token": moe["num_experts_per_tok"]}
-        experts["moe_ffn"] = params["hidden_dim"]
-    return ModelConfig(
-        **_read_common(params, "mixtral" if moe else "mistral", found),
-        **experts,
-        head_dim=params.get("head_dim") or _per_head(params),
-        ffn=params["hidden_dim"],
-        rope_theta=float(params.get("rope_theta") or 10_000.0),
-        max_positions=params.get("max_seq_len") or 32_768,
-        sliding_window=None if window is None else int(window),
-        bos_token_id=1,
-        eos_token_id=2,
+        experts = {"experts.count": moe["num_experts"], "experts.per_token": moe["num_experts_per_tok"]}
+        experts |= {"experts.ffn": params["hidden_dim"], "layers.mlp": "experts"}
+    return from_fields(
+        "mixtral" if moe else "mistral",
+        _read_common(params, found)
+        | experts
+        | {
+            "attention.head_dim": params.get("head_dim") or _per_head(params),
+            "mlp.ffn": params["hidden_dim"],
+            "positions.theta": float(params.get("rope_theta") or 10_000.0),
+            "max_positions": params.get("max_seq_len") or 32_768,
+            "layers.window": None if window is None else int(window),
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     )
 
 
-def _read_common(params: Mapping[str, Any], family: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_common(params: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     heads = params["n_heads"]
     return {
-        "family": family,
-        "layers": params["n_layers"],
+        "layers.count": params["n_layers"],
         "hidden": params["dim"],
-        "heads": heads,
-        "kv_heads": params.get("n_kv_heads") or heads,
+        "attention.heads": heads,
+        "attention.kv_heads": params.get("n_kv_heads") or heads,
         "vocab": found["vocab"],
-        "norm_epsilon": params.get("norm_eps", 1e-5),
+        "norm.epsilon": params.get("norm_eps", 1e-5),
         "tie_embeddings": found["tie_embeddings"],
     }
 
@@ -154,34 +160,49 @@ def _per_head(params: Mapping[str, Any]) -> int:
 
 def is_llama3(config: ModelConfig) -> bool:
     """Whether Meta's code for Llama 3 reads the model, which cuts the embedding by rows as the head."""
-    return config.vocab > 100_000 or config.rope_theta == 500_000 or _is_scaled_by_meta(config)
+    return config.vocab > 100_000 or config.positions.theta == 500_000 or _is_scaled_by_meta(config)
 
 
 def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[str, Any]:
     """params.json for a model; allow_lossy: leave a rope scaling out that has no words there. Raises NotExpressible."""
-    for name, holds, what in _refusals(config, kind, allow_lossy):
-        if not holds:
-            raise NotExpressible(f"the model has {what} ({name}), for which {KINDS[kind]} params.json has no place")
-    common = {"dim": config.hidden, "n_layers": config.layers, "n_heads": config.heads}
-    sizes = {"norm_eps": config.norm_epsilon, "vocab_size": config.vocab}
+    written = _write(config, kind)
+    found = {"vocab": config.vocab, "mlp.ffn": config.mlp.ffn, "tie_embeddings": config.tie_embeddings}
+    try:
+        back = read_params(written, kind, found, Path(PARAMS_NAME))
+    except CorruptCheckpoint as error:
+        raise NotExpressible(f"the model can't be represented in {KINDS[kind]} {error}") from error
+    assumed = (*NOT_COMPUTED, "max_positions", *(["positions.scaling"] if allow_lossy else []))
+    require_kept(config, back, f"{KINDS[kind]} {PARAMS_NAME}", but=assumed)
+    return written
+
+
+def _write(config: ModelConfig, kind: str) -> dict[str, Any]:
+    common = {"dim": config.hidden, "n_layers": config.layer_count, "n_heads": config.attention.heads}
+    sizes = {"norm_eps": config.norm.epsilon, "vocab_size": config.vocab}
     if kind == "mistral":
-        window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
-        own: dict[str, Any] = {"head_dim": config.head_dim, "hidden_dim": config.ffn, "n_kv_heads": config.kv_heads}
-        if config.experts:
-            own |= {"hidden_dim": config.moe_ffn}
-            own["moe"] = {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
-        return common | own | sizes | {"rope_theta": config.rope_theta, "max_seq_len": config.max_positions} | window
+        window = {} if config.window is None else {"sliding_window": config.window}
+        own: dict[str, Any] = {
+            "head_dim": config.attention.head_dim,
+            "hidden_dim": config.mlp.ffn,
+            "n_kv_heads": config.attention.kv_heads,
+        }
+        if config.experts.count:
+            own |= {"hidden_dim": config.experts.ffn}
+            own["moe"] = {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
+        return (
+            common | own | sizes | {"rope_theta": config.positions.theta, "max_seq_len": config.max_positions} | window
+        )
     params: dict[str, Any] = common | sizes
-    if config.kv_heads != config.heads:
-        params["n_kv_heads"] = config.kv_heads
-    params |= _ffn_words(config.hidden, config.ffn)
-    if config.rope_theta != 10_000 or is_llama3(config):
-        params["rope_theta"] = config.rope_theta
+    if config.attention.kv_heads != config.attention.heads:
+        params["n_kv_heads"] = config.attention.kv_heads
+    params |= _ffn_words(config.hidden, config.mlp.ffn)
+    if config.positions.theta != 10_000 or is_llama3(config):
+        params["rope_theta"] = config.positions.theta
     if _is_scaled_by_meta(config):
-        assert config.rope_scaling is not None
+        assert config.positions.scaling is not None
         params["use_scaled_rope"] = True
-        if config.rope_scaling["factor"] != 8 or config.tie_embeddings:
-            params["rope_scaling_factor"] = config.rope_scaling["factor"]
+        if config.positions.scaling["factor"] != 8 or config.tie_embeddings:
+            params["rope_scaling_factor"] = config.positions.scaling["factor"]
     return params
 
 
@@ -190,39 +211,8 @@ def params_json(config: ModelConfig, kind: str, *, allow_lossy: bool) -> bytes:
     return (json.dumps(write_params(config, kind, allow_lossy=allow_lossy)) + "\n").encode()
 
 
-def _refusals(config: ModelConfig, kind: str, allow_lossy: bool) -> Iterator[tuple[str, bool, str]]:
-    """(field, whether it is as the format needs it, what the model has otherwise)."""
-    yield "encoder", not (config.encoder_layers or config.head_activation), "an encoder"
-    yield "qkv_bias", not (config.qkv_bias or config.o_bias), "attention biases"
-    yield "mlp_bias", not config.mlp_bias, "MLP biases"
-    yield "qk_norm", not config.qk_norm, "norms on q and k"
-    yield "experts", not config.experts or (kind == "mistral" and config.family == "mixtral"), "experts"
-    yield "kv_rank", not config.kv_rank, "latent attention"
-    yield "zero_centered_norm", not config.zero_centered_norm, "zero-centered norms"
-    yield "positions", config.positions == "rope", "learned positions"
-    yield "normalization", config.normalization == "RMSNorm", f"a {config.normalization}"
-    yield (
-        "activation",
-        config.activation == "silu" and config.gated,
-        f"an MLP of {config.activation}, not of gated silu",
-    )
-    yield "rotary_percent", config.rotary_percent == 1, "heads that rotate in part"
-    scaling = (config.rope_scaling or {}).get("rope_type")
-    scaled = scaling is None or allow_lossy or (kind == "meta" and _is_scaled_by_meta(config))
-    yield "rope_scaling", scaled, f"{scaling} rope scaling {dict(config.rope_scaling or {})}"
-    if kind == "meta":
-        yield "sliding_window", config.sliding_window is None, "a sliding window"
-        yield (
-            "head_dim",
-            config.heads * config.head_dim == config.hidden,
-            f"heads of {config.head_dim}, not dim / n_heads",
-        )
-    else:
-        yield "windowed_layers", config.windowed_layers is None, "a sliding window on some layers only"
-
-
 def _is_scaled_by_meta(config: ModelConfig) -> bool:
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.scaling or {}
     return scaling.get("rope_type") == "llama3" and all(scaling[name] == value for name, value in _SCALING.items())
 
 

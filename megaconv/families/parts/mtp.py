@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.table import Copied, Row
 
 _HF = "model.layers.{l}."
@@ -50,9 +51,9 @@ def with_mtp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """transformers keeps what config.json says of these layers, and doesn't save them: those that Hugging Face's names have."""
-    first = f".layers.{config.layers}."
+    first = f".layers.{config.layer_count}."
     most = len(names) + 1 if any(first in name for name in names) else 0
-    return replace(config, mtp_layers=min(config.mtp_layers, most))
+    return changed(config, {"mtp_layers": min(config.mtp_layers, most)})
 
 
 def _as_mtp(row: Row) -> Row:

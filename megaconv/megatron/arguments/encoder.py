@@ -14,24 +14,24 @@ def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: boo
     for refused, reason in _refusals(config, transformer_impl, legacy):
         if refused:
             raise NotExpressible(reason)
-    if config.encoder_layers:
+    if config.encoder.layers:
         return {
-            "num_layers": config.encoder_layers,
-            "encoder_num_layers": config.encoder_layers,
-            "decoder_num_layers": config.layers,
+            "num_layers": config.encoder.layers,
+            "encoder_num_layers": config.encoder.layers,
+            "decoder_num_layers": config.layer_count,
             "decoder_seq_length": config.max_positions,
-            "relative_attention_num_buckets": config.relative_buckets or 32,
-            "relative_attention_max_distance": config.relative_distance or 128,
+            "relative_attention_num_buckets": config.positions.buckets or 32,
+            "relative_attention_max_distance": config.positions.max_distance or 128,
         }
-    if not config.head_activation:
+    if not config.head.activation:
         return {}
     # Legacy models' openai_gelu is for the layers and the head, the fused approximation for the layers alone.
-    everywhere = config.head_activation == "gelu_tanh"
+    everywhere = config.head.activation == "gelu_tanh"
     return {
-        "bert_binary_head": config.binary_head,
-        "apply_residual_connection_post_layernorm": config.post_norm,
+        "bert_binary_head": config.head.binary,
+        "apply_residual_connection_post_layernorm": config.has("post_norm"),
         "openai_gelu": everywhere,
-        "bias_gelu_fusion": config.activation == "gelu_tanh" and not everywhere,
+        "bias_gelu_fusion": config.mlp.activation == "gelu_tanh" and not everywhere,
         "spec": ["local"] if transformer_impl == "local" and not legacy else None,
     }
 
@@ -59,7 +59,7 @@ def refuse_lost_head(args: Namespace, config: ModelConfig, where: str) -> None:
     Core gives the last of them a head as well, which nothing trains, stores it under the same keys as the decoder's, and has
     the latter count as the copy. Source: T5Model.sharded_state_dict in core 0.10 to 0.13.
     """
-    if config.encoder_layers and getattr(args, "encoder_pipeline_model_parallel_size", None):
+    if config.encoder.layers and getattr(args, "encoder_pipeline_model_parallel_size", None):
         raise TensorMismatch(
             f"{where}: the encoder had pipeline stages of its own, and then Megatron core stores their untrained head in "
             "place of the decoder's: the model isn't complete here; save it with Megatron's --ckpt-format torch"
@@ -69,75 +69,81 @@ def refuse_lost_head(args: Namespace, config: ModelConfig, where: str) -> None:
 def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Iterator[tuple[bool, str]]:
     """(whether it is so, why Megatron can't have it)."""
     yield (
-        not config.scaled_attention,
+        config.attention.scale is not None,
         "the model's attention scores are not divided by the square root of the head size; all of Megatron's are, so that "
         "it would compute something else with these weights",
     )
     yield (
-        legacy and config.positions == "relative",
+        legacy and config.positions.kind == "relative",
         "the model has relative positions, which Megatron's legacy models don't know: choose --saver core",
     )
     yield (
-        config.post_norm and not legacy,
+        config.has("post_norm") and not legacy,
         "the original BERT norms the sum of a sublayer and what it was given; of Megatron's models only the legacy ones can "
         "do that: choose --saver legacy",
     )
-    if config.head_activation:
+    if config.head.activation:
         yield (
-            config.token_types != 2 * config.binary_head,
-            f"the model has {config.token_types} token types and {'a' if config.binary_head else 'no'} binary head; "
+            config.token_types != 2 * config.head.binary,
+            f"the model has {config.token_types} token types and {'a' if config.head.binary else 'no'} binary head; "
             "Megatron's BERT has two types and a head (with its pooler), or neither",
         )
         yield (
-            config.head_activation == "gelu_tanh" and not legacy,
+            config.head.activation == "gelu_tanh" and not legacy,
             "the transform before the model's head has the approximate gelu, Megatron core's has the exact one. "
             "--allow-lossy activation takes that: the logits of masked tokens then differ, by some 1e-4",
         )
         yield (
-            config.head_activation == "gelu_tanh" and config.activation != "gelu_tanh",
+            config.head.activation == "gelu_tanh" and config.mlp.activation != "gelu_tanh",
             "the model has the approximate gelu before its head only; Megatron has no words for that",
         )
-    if config.head_activation or config.encoder_layers:
+    if config.head.activation or config.encoder.layers:
         yield (
             legacy and not config.tie_embeddings,
             "the model's head is not its embedding; Megatron's legacy BERT and T5 have no such head: choose --saver core",
         )
-    if not config.encoder_layers:
+    if not config.encoder.layers:
         return
     yield (
-        not legacy and config.encoder_layers != config.layers,
-        f"Megatron core gives a T5's decoder as many layers as its encoder; this model has {config.layers} in its decoder and "
-        f"{config.encoder_layers} in its encoder: choose --saver legacy",
+        not legacy and config.encoder.layers != config.layer_count,
+        f"Megatron core gives a T5's decoder as many layers as its encoder; this model has {config.layer_count} in its decoder and "
+        f"{config.encoder.layers} in its encoder: choose --saver legacy",
     )
     yield (
-        not legacy and config.head_bias != config.tie_embeddings,
+        not legacy and config.head.bias != config.tie_embeddings,
         "Megatron core's T5 has a bias on its head if the head is its embedding, and only then; this model differs",
     )
-    yield legacy and not config.head_bias, "Megatron's legacy T5 has a bias on its head, this model has none"
+    yield legacy and not config.head.bias, "Megatron's legacy T5 has a bias on its head, this model has none"
     yield (
-        not config.final_norm and (legacy or transformer_impl != "local"),
+        not config.norm.final and (legacy or transformer_impl != "local"),
         "the model has no norms at the end of its stacks, as Megatron core's local T5 has without Transformer Engine; "
         "others have them: choose --saver core --transformer-impl local",
     )
-    yield config.activation == "relu", "the model has relu, which Megatron has no words for"
+    yield config.mlp.activation == "relu", "the model has relu, which Megatron has no words for"
 
 
-def read_encoder(args: Namespace, fields: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
-    """What args say of a BERT or T5 that its tensors don't, as fields of ModelConfig; its family too.
+def read_encoder(args: Namespace, told: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
+    """What args say of a BERT or T5 that its tensors don't, as fields of the configuration.
 
-    fields: all the others. Raises UnknownFamily.
+    told: all the others. Raises UnknownFamily.
     """
-    if fields.get("experts"):
-        raise UnknownFamily("the checkpoint has an encoder with experts, which no model family that we know has")
-    if fields.get("encoder_layers"):
+    if told.get("experts.count"):
+        raise UnknownFamily("the checkpoint has an encoder with experts, which no model family that is known has")
+    if told.get("encoder.layers"):
         distance = getattr(args, "relative_attention_max_distance", None) or 128
-        return {"family": "t5", "relative_distance": distance if fields["positions"] == "relative" else 0}
-    plain = {"positions": "learned", "normalization": "LayerNorm", "gated": False, "qkv_bias": True, "mlp_bias": True}
-    other = {name: fields[name] for name, usual in plain.items() if fields[name] != usual}
+        return {"positions.max_distance": distance if told.get("positions.kind") == "relative" else 0}
+    plain = {
+        "positions.kind": "learned",
+        "norm.kind": "LayerNorm",
+        "mlp.gated": False,
+        "attention.qkv_bias": True,
+        "mlp.bias": True,
+    }
+    other = {name: told.get(name) for name, usual in plain.items() if told.get(name) != usual}
     if other:
         raise UnknownFamily(f"the checkpoint has BERT's head, but not its layers ({other}); expected {plain}")
-    follows = {"head_activation": "gelu_tanh"} if legacy and getattr(args, "openai_gelu", False) else {}
-    return {"family": "bert", "post_norm": bool(getattr(args, POST_NORM, False)), **follows}
+    follows = {"head.activation": "gelu_tanh"} if legacy and getattr(args, "openai_gelu", False) else {}
+    return {"norm.place": "after_sum" if getattr(args, POST_NORM, False) else "before", **follows}
 
 
 POST_NORM = "apply_residual_connection_post_layernorm"

@@ -21,21 +21,21 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings"
 
 def latent_arguments(config: ModelConfig) -> dict[str, Any]:
     """All that tells latent attention. Raises NotExpressible for a scaling that Megatron has no words for."""
-    if not config.kv_rank:
+    if not config.latent.kv_rank:
         return {"multi_latent_attention": False}
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": config.q_rank or None,
-        "kv_lora_rank": config.kv_rank,
-        "qk_head_dim": config.head_dim - config.rope_dim,
-        "qk_pos_emb_head_dim": config.rope_dim,
-        "v_head_dim": config.v_dim,
-        "kv_channels": config.v_dim,
+        "q_lora_rank": config.latent.q_rank or None,
+        "kv_lora_rank": config.latent.kv_rank,
+        "qk_head_dim": config.attention.head_dim - config.latent.rope_dim,
+        "qk_pos_emb_head_dim": config.latent.rope_dim,
+        "v_head_dim": config.latent.v_dim,
+        "kv_channels": config.latent.v_dim,
         "group_query_attention": False,
         "num_query_groups": 1,
         "qk_layernorm": True,
         "moe_router_dtype": "fp32",
-    } | _scaling(config.rope_scaling)
+    } | _scaling(config.positions.scaling)
 
 
 def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def read_latent(args: Namespace) -> dict[str, Any]:
-    """As fields of ModelConfig; none for any other attention."""
+    """As fields of the configuration; none for any other attention."""
     if not getattr(args, "multi_latent_attention", False):
         return {}
     scaling = None
@@ -72,11 +72,11 @@ def read_latent(args: Namespace) -> dict[str, Any]:
         scaling |= mscales if mscales["mscale_all_dim"] else {}
     rope_dim = args.qk_pos_emb_head_dim
     return {
-        "kv_heads": args.num_attention_heads,
-        "head_dim": args.qk_head_dim + rope_dim,
-        "rope_dim": rope_dim,
-        "v_dim": args.v_head_dim,
-        "kv_rank": args.kv_lora_rank,
-        "q_rank": args.q_lora_rank or 0,
-        "rope_scaling": scaling,
+        "attention.kv_heads": args.num_attention_heads,
+        "attention.head_dim": args.qk_head_dim + rope_dim,
+        "latent.rope_dim": rope_dim,
+        "latent.v_dim": args.v_head_dim,
+        "latent.kv_rank": args.kv_lora_rank,
+        "latent.q_rank": args.q_lora_rank or 0,
+        "positions.scaling": scaling,
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
 from megaconv.megatron.states.ranks import Ranks, Weights
+from megaconv.model.fields import per_layer
 from megaconv.model.layout import Layout
 
 
@@ -145,7 +146,7 @@ def padded_rows(ranks: Ranks, names: Landmarks) -> int:
 
 
 def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) -> dict[str, Any]:
-    """As fields of ModelConfig; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
+    """As fields of the configuration; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
     first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
     layers = dict(_layers(ranks, layout, names.layers))
     encoder_layers = sum(_encoder_layers(ranks, layout.vpp, names))
@@ -160,41 +161,41 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
                 raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
     attention = layers[0]
     found: dict[str, Any] = {
-        "layers": sum(layout.stage_layers),
+        "layers.count": sum(layout.stage_layers),
         "hidden": first[names.embedding].shape[-1],
         "vocab": padded_rows(ranks, names),
         "tie_embeddings": _is_tied(last, layout, args, names),
-        "qkv_bias": names.qkv + ".bias" in attention,
-        "o_bias": names.o + ".bias" in attention,
-        "mlp_bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
-        "qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
-        "sinks": "self_attention.core_attention.softmax_offset" in attention,
+        "attention.qkv_bias": names.qkv + ".bias" in attention,
+        "attention.o_bias": names.o + ".bias" in attention,
+        "mlp.bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
+        "attention.qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
+        "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
-        "ffn": getattr(args, "ffn_hidden_size", None) or 0,
+        "mlp.ffn": getattr(args, "ffn_hidden_size", None) or 0,
     }
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
     dense = [layer[fc2] for layer in layers.values() if fc2 in layer]
     if dense:
-        found["ffn"] = layout.tp * dense[0].shape[-1]
+        found["mlp.ffn"] = layout.tp * dense[0].shape[-1]
     # A gated layer has two rows in its first matrix for every column of its second.
     gates = [layer for layer in layers.values() if fc1 in layer]
-    found["gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
+    found["mlp.gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
     if names.positions in first:
-        found |= {"positions": "learned", "max_positions": first[names.positions].shape[0]}
+        found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
     if any("norm" in name and name.endswith("bias") for name in attention):
-        found["normalization"] = "LayerNorm"
+        found["norm.kind"] = "LayerNorm"
     if encoder_layers:
-        found |= {"encoder_layers": encoder_layers, "final_norm": names.final_norm + ".weight" in last}
-        found |= {"head_bias": names.head_bias in last} | _find_relative(first)
+        found |= {"encoder.layers": encoder_layers, "norm.final": names.final_norm + ".weight" in last}
+        found |= {"head.bias": names.head_bias in last} | _find_relative(first)
     elif names.transform in last:
-        found |= {"head_activation": "gelu", "binary_head": "binary_head.weight" in last}
+        found |= {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
         found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
     return found | _find_experts(layers)
 
 
 def _find_relative(first: Weights) -> dict[str, Any]:
     table = first.get("encoder_relative_pos_emb.relative_attention_bias.weight")
-    return {} if table is None else {"positions": "relative", "relative_buckets": table.shape[0]}
+    return {} if table is None else {"positions.kind": "relative", "positions.buckets": table.shape[0]}
 
 
 def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:
@@ -210,10 +211,10 @@ def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
         return {}
     with_experts = tuple(sorted(routers))
     return {
-        "experts": routers[with_experts[0]].shape[0],
-        "moe_layers": None if len(with_experts) == len(layers) else with_experts,
-        "router_bias": "mlp.router.expert_bias" in layers[with_experts[0]],
-        "shared_gate": "mlp.shared_experts.gate_weight" in layers[with_experts[0]],
+        "experts.count": routers[with_experts[0]].shape[0],
+        "layers.mlp": per_layer(with_experts, len(layers), "experts", "dense"),
+        "experts.router_bias": "mlp.router.expert_bias" in layers[with_experts[0]],
+        "experts.shared_gate": "mlp.shared_experts.gate_weight" in layers[with_experts[0]],
     }
 
 

@@ -5,29 +5,22 @@ Complete enough that `--use-checkpoint-args` finds all that it asks for, under t
 Megatron-LM, core 0.4 to 0.19.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
+from megaconv.megatron.arguments.read import from_arguments, tensor_fields
+from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import NOT_COMPUTED, lost_fields, require_kept
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.training import TrainingState
 
-LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's use_rope_scaling means besides the factor."""
-
-YARN = {
-    "factor": "yarn_rotary_scaling_factor",
-    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "mscale": "yarn_mscale",
-    "mscale_all_dim": "yarn_mscale_all_dim",
-}
-"""config.json's words -> those by which GPTModel of core 0.16 asks its configuration for them."""
-YARN_TRUNCATE = "yarn_correction_range_round_to_int"
+LEFT_OUT = "megaconv_left_out"
+"""Names the fields of the configuration that --allow-lossy left out of the arguments, and that config.json beside them still has."""
 
 OPTIMIZATION = (
     "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
@@ -55,11 +48,11 @@ def to_arguments(
 
     Raises NotExpressible for what Megatron has no words for.
     """
-    if config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
+    if config.attention.o_bias != config.mlp.bias or (config.attention.o_bias and not config.attention.qkv_bias):
         raise NotExpressible(
             "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set"
         )
-    return (
+    written = (
         _architecture(config)
         | encoder_arguments(config, transformer_impl, legacy=legacy)
         | latent_arguments(config)
@@ -70,137 +63,115 @@ def to_arguments(
         | split_rank_arguments(layout, legacy=legacy)
         | _training(config, training, transformer_impl, legacy)
     )
+    left_out = _require_kept(config, written, allow_lossy=allow_lossy, legacy=legacy)
+    return written | ({LEFT_OUT: left_out} if left_out else {})
+
+
+def _require_kept(config: ModelConfig, written: Mapping[str, Any], *, allow_lossy: bool, legacy: bool) -> list[str]:
+    """The fields that may be left out, and are. Raises NotExpressible, naming it, for another that doesn't come back."""
+    back = from_arguments(Namespace(**written), tensor_fields(config), legacy=legacy, family=config.family)
+    allowed = ["positions.scaling"] if allow_lossy else []
+    require_kept(config, back, "Megatron's arguments", but=(*NOT_COMPUTED, *allowed))
+    return [field for field in allowed if field in lost_fields(config, back)]
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
-    grouped = config.kv_heads != config.heads
+    grouped = config.attention.kv_heads != config.attention.heads
     return {
-        "num_layers": config.layers,
-        "encoder_num_layers": config.layers,
+        "num_layers": config.layer_count,
+        "encoder_num_layers": config.layer_count,
         "decoder_num_layers": None,
         "hidden_size": config.hidden,
-        "ffn_hidden_size": config.ffn,
-        "num_attention_heads": config.heads,
+        "ffn_hidden_size": config.mlp.ffn,
+        "num_attention_heads": config.attention.heads,
         "group_query_attention": grouped,
-        "num_query_groups": config.kv_heads if grouped else 1,
-        "kv_channels": config.head_dim,
-        "normalization": config.normalization,
-        "norm_epsilon": config.norm_epsilon,
-        "layernorm_epsilon": config.norm_epsilon,
-        "apply_layernorm_1p": config.zero_centered_norm,
-        "layernorm_zero_centered_gamma": config.zero_centered_norm,
-        "add_bias_linear": config.mlp_bias,
-        "add_qkv_bias": config.qkv_bias,
-        "qk_layernorm": config.qk_norm,
-        "softmax_type": "learnable" if config.sinks else "vanilla",
-        "swiglu": config.gated and config.activation == "silu",
-        "quick_geglu": config.gated and config.activation == "quick_gelu",
-        "gated_linear_unit": config.gated,
-        "glu_linear_offset": config.glu_offset,
-        "activation_func_clamp_value": config.glu_limit,
+        "num_query_groups": config.attention.kv_heads if grouped else 1,
+        "kv_channels": config.attention.head_dim,
+        "normalization": config.norm.kind,
+        "norm_epsilon": config.norm.epsilon,
+        "layernorm_epsilon": config.norm.epsilon,
+        "apply_layernorm_1p": config.norm.zero_centered,
+        "layernorm_zero_centered_gamma": config.norm.zero_centered,
+        "add_bias_linear": config.mlp.bias,
+        "add_qkv_bias": config.attention.qkv_bias,
+        "qk_layernorm": config.attention.qk_norm,
+        "softmax_type": "learnable" if config.attention.sinks else "vanilla",
+        "swiglu": config.mlp.gated and config.mlp.activation == "silu",
+        "quick_geglu": config.mlp.gated and config.mlp.activation == "quick_gelu",
+        "gated_linear_unit": config.mlp.gated,
+        "glu_linear_offset": config.mlp.offset,
+        "activation_func_clamp_value": config.mlp.clamp,
         "squared_relu": False,
         "openai_gelu": False,
         # The fused kernel computes the approximation: in Megatron this flag is part of what the model is.
-        "bias_gelu_fusion": config.activation == "gelu_tanh",
+        "bias_gelu_fusion": config.mlp.activation == "gelu_tanh",
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "mtp_num_layers": config.mtp_layers or None,
         "bert_binary_head": False,
-        "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
+        "window_size": (config.window - 1, 0) if config.window is not None else None,
         "window_attn_skip_freq": _window_pattern(config),
     }
 
 
 def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
-    if config.router_score == "sigmoid" and not config.renormalize:
+    if config.experts.score == "sigmoid" and not config.experts.renormalize:
         raise NotExpressible("Megatron's sigmoid router makes the experts' weights sum up to 1, this model's doesn't")
-    if (config.router_groups or 1) > 1 and config.experts_per_token // (config.router_group_topk or 1) != 2:
+    if (config.experts.groups or 1) > 1 and config.experts.per_token // (config.experts.group_topk or 1) != 2:
         raise NotExpressible(
             "Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best 2: "
-            f"{config.experts_per_token} experts of {config.router_group_topk} groups aren't 2 of each"
+            f"{config.experts.per_token} experts of {config.experts.group_topk} groups aren't 2 of each"
         )
-    if not config.experts:
+    if not config.experts.count:
         return {"num_experts": None, "moe_grouped_gemm": False, "moe_use_legacy_grouped_gemm": False}
-    with_experts = [int(config.has("moe", layer)) for layer in range(config.layers)]
+    with_experts = [int(config.has("moe", layer)) for layer in range(config.layer_count)]
     return {
-        "num_experts": config.experts,
-        "moe_ffn_hidden_size": config.moe_ffn,
+        "num_experts": config.experts.count,
+        "moe_ffn_hidden_size": config.experts.ffn,
         "moe_layer_freq": 1 if all(with_experts) else with_experts,
         "moe_grouped_gemm": grouped,
         "moe_use_legacy_grouped_gemm": False,
-        "moe_router_topk": config.experts_per_token,
-        "moe_router_score_function": config.router_score,
-        "moe_router_pre_softmax": config.router_score == "softmax" and not config.renormalize,
-        "moe_router_topk_scaling_factor": config.router_scale,
-        "moe_router_enable_expert_bias": config.router_bias,
-        "moe_router_num_groups": config.router_groups,
-        "moe_router_group_topk": config.router_group_topk,
-        "moe_shared_expert_intermediate_size": config.shared_ffn or None,
-        "moe_shared_expert_gate": config.shared_gate,
+        "moe_router_topk": config.experts.per_token,
+        "moe_router_score_function": config.experts.score,
+        "moe_router_pre_softmax": config.experts.score == "softmax" and not config.experts.renormalize,
+        "moe_router_topk_scaling_factor": config.experts.scale,
+        "moe_router_enable_expert_bias": config.experts.router_bias,
+        "moe_router_num_groups": config.experts.groups,
+        "moe_router_group_topk": config.experts.group_topk,
+        "moe_shared_expert_intermediate_size": config.experts.shared_ffn or None,
+        "moe_shared_expert_gate": config.experts.shared_gate,
         "moe_token_dispatcher_type": "alltoall",
         "moe_extended_tp": False,
     }
 
 
 def _window_pattern(config: ModelConfig) -> list[int] | None:
-    if config.sliding_window is None or config.windowed_layers is None:
+    """Raises NotExpressible for windows of several sizes."""
+    sizes = {kind.window for kind in config.layers} - {None}
+    if len(sizes) > 1:
+        raise NotExpressible(f"Megatron has one size for all windows; this model's are {sorted(map(str, sizes))}")
+    if not sizes or config.has("only_windows"):
         return None
-    return [int(layer in config.windowed_layers) for layer in range(config.layers)]
+    return [int(kind.window is not None) for kind in config.layers]
 
 
 def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
-    theta = int(config.rope_theta) if float(config.rope_theta).is_integer() else config.rope_theta
+    theta = int(config.positions.theta) if float(config.positions.theta).is_integer() else config.positions.theta
     return {
         "max_position_embeddings": config.max_positions,
         "seq_length": config.max_positions,
         "encoder_seq_length": config.max_positions,
-        "position_embedding_type": {"learned": "learned_absolute"}.get(config.positions, config.positions),
+        "position_embedding_type": {"learned": "learned_absolute"}.get(config.positions.kind, config.positions.kind),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
         "rotary_base": theta,
-        "rotary_percent": config.rotary_percent,
+        "rotary_percent": config.positions.rotary_percent,
         "rotary_interleaved": False,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
-    } | ({} if config.kv_rank else _scaling(config, allow_lossy, legacy=legacy))
-
-
-def _scaling(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return {}
-    kind = scaling["rope_type"]
-    if kind == "linear":
-        return {"rotary_seq_len_interpolation_factor": scaling["factor"]}
-    if kind == "llama3" and all(float(scaling[name]) == value for name, value in LLAMA3_SCALING.items()):
-        return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-    if has_yarn(config) and not legacy:
-        return _yarn(scaling, config.max_positions)
-    if allow_lossy:
-        return {}
-    raise NotExpressible(
-        f"rope scaling {dict(scaling)} has no equivalent in Megatron core; with --allow-lossy rope_scaling "
-        "the output is written without it (its hf/config.json keeps it, so that converting back loses nothing)"
-    )
-
-
-def has_yarn(config: ModelConfig) -> bool:
-    """Whether GPTModel's own yarn, which is that of whole heads, scales this model's positions."""
-    scaling = config.rope_scaling or {}
-    others = {name for name, value in scaling.items() if value is not None} - {"rope_type", "truncate", *YARN}
-    return scaling.get("rope_type") == "yarn" and not others and config.rotary_percent == 1.0 and not config.kv_rank
-
-
-def _yarn(scaling: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
-    """What transformers takes a missing word for is said. Both take one mscale without the other for none."""
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": max_positions}
-    said = usual | {name: value for name, value in scaling.items() if value is not None}
-    if not (said.get("mscale") and said.get("mscale_all_dim")):
-        said |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    words = {argument: said[name] for name, argument in YARN.items()}
-    return {"position_embedding_type": "yarn", **words, YARN_TRUNCATE: bool(said.get("truncate", True))}
+    } | ({} if config.latent.kv_rank else write_scaling(config, allow_lossy, legacy=legacy))
 
 
 def _vocabulary(config: ModelConfig, divisor: int, padded: int) -> dict[str, Any]:
@@ -226,7 +197,7 @@ def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp if config.experts else layout.tp,
+        "expert_tensor_parallel_size": layout.etp if config.experts.count else layout.tp,
         "context_parallel_size": 1,
         "data_parallel_size": layout.ep,
         "world_size": layout.tp * layout.pp * layout.ep,

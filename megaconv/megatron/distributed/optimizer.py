@@ -268,7 +268,7 @@ class DistOptimizer:
     def _naming(self, config: ModelConfig) -> Naming:
         engine = getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
         experts = ""
-        if config.experts and getattr(self.args, "moe_grouped_gemm", False):
+        if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
             legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
             experts = "legacy_grouped" if legacy else "grouped"
         return core_naming("transformer_engine" if engine else "local", experts)

@@ -86,15 +86,15 @@ class GlobalModel:
     @classmethod
     def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
-        whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+        whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
         # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
-        naming, renamed = (CORE_LOCAL, False) if local and config.kv_rank else (CORE, local)
+        naming, renamed = (CORE_LOCAL, False) if local and config.latent.kv_rank else (CORE, local)
         natives = [
             native
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if native.copy is None or native.copy.written
         ]
-        stacked = config.moe_layers is None
+        stacked = not (config.experts.count and config.layers_with("dense"))
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in natives:

@@ -34,7 +34,8 @@ def find_dist(path: Path) -> tuple[Path, str] | None:
         if (version / torch_dist.COMMON_FILE).is_file():
             missing = version / torch_dist.FORMAT_FILE
             raise CorruptCheckpoint(
-                f"{missing}: no such file; Megatron writes it last, so the checkpoint is incomplete"
+                f"{missing}: no such file; Megatron writes it last, so the checkpoint is incomplete",
+                code="missing-file",
             )
         return version, "fsdp_dtensor"
     return (version, backend) if backend else None
@@ -87,7 +88,9 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
         names = ("args", "iteration", "checkpoint_version")
         common = {name: directory.read_object(name) for name in names if name in directory.objects()}
     else:
-        raise CorruptCheckpoint(f"{file}: no such file; it holds the args of a Megatron checkpoint")
+        raise CorruptCheckpoint(
+            f"{file}: no such file; it holds the args of a Megatron checkpoint", code="missing-file"
+        )
     if not isinstance(common, dict):
         raise CorruptCheckpoint(f"{file}: should hold a dictionary, found {type(common).__name__}")
     return common

@@ -76,7 +76,7 @@ def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool)
         return Carried(training)
     if layout.encoder_stage_layers and distributed:
         raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
-    several = layout.ep > 1 and header.config.experts > 0
+    several = layout.ep > 1 and header.config.experts.count > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
     if distributed and writer.moments != ADAM:

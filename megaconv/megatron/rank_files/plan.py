@@ -15,7 +15,8 @@ from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import CONFIG_NAME, config_json
+from megaconv.families.parts.hf_config import config_json
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
@@ -23,7 +24,7 @@ from megaconv.megatron.optimizer.training_output import Carried, carry
 from megaconv.megatron.states.order import ModuleOrder
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks
+from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.options import LOSSES, SaveOptions
@@ -57,11 +58,14 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
 
-def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions) -> Layout:
-    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits."""
-    source = source or Layout(stage_layers=(config.layers,))
+def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True) -> Layout:
+    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits.
+
+    Raises LayoutError; uneven: whether the output could have stages of different sizes, so that these are proposed.
+    """
+    source = source or Layout(stage_layers=(config.layer_count,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
-    if config.encoder_layers:
+    if config.encoder.layers:
         return _choose_stacks(config, source, tp, pp, options)
     if options.split.split_rank is not None:
         raise LayoutError(
@@ -72,9 +76,19 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
         vpp = listed // pp  # Megatron counts virtual stages off the list too
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
-    stages = source.stage_layers if keep else split_layers(config.layers, pp, vpp, options.split)
+    stages = source.stage_layers if keep else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
     ep, etp = _expert_sizes(config, source, tp, options)
     return Layout(tp, pp, vpp, ep, etp, stages)
+
+
+def _split(layers: int, pp: int, vpp: int, split: LayerSplit, *, uneven: bool) -> tuple[int, ...]:
+    try:
+        return split_layers(layers, pp, vpp, split)
+    except LayoutError as error:
+        ways = uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
+        if not ways:
+            raise
+        raise LayoutError(f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code) from None
 
 
 def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
@@ -83,9 +97,9 @@ def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, option
     if split_rank is None:
         split_rank = source.split_rank if pp == source.pp else 0
     ep, etp = _expert_sizes(config, source, tp, options)
-    stacks = f"{config.encoder_layers} layers of an encoder and {config.layers} of a decoder"
+    stacks = f"{config.encoder.layers} layers of an encoder and {config.layer_count} of a decoder"
     if pp == 1 and not split_rank:
-        return Layout(tp, 1, 1, ep, etp, split_layers(config.layers, 1, options.vpp or 1, options.split))
+        return Layout(tp, 1, 1, ep, etp, split_layers(config.layer_count, 1, options.vpp or 1, options.split))
     if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
         raise LayoutError(
             f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
@@ -95,13 +109,13 @@ def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, option
             f"pp = {pp}: the model has {stacks}, each on stages of its own; say how many of the {pp} stages are the encoder's with "
             "--pipeline-model-parallel-split-rank"
         )
-    encoder, stages = split_stacks(config.encoder_layers, config.layers, pp, split_rank)
+    encoder, stages = split_stacks(config.encoder.layers, config.layer_count, pp, split_rank)
     return Layout(tp, pp, 1, ep, etp, stages, encoder)
 
 
 def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
     """(ep, etp). Expert tensor parallel size follows tensor parallel size unless it is asked for."""
-    if not config.experts:
+    if not config.experts.count:
         if (options.ep or 1) > 1 or (options.etp or 1) not in (1, tp):
             raise LayoutError(
                 f"expert parallel sizes ep = {options.ep}, etp = {options.etp}: this model has no experts; leave them out"
@@ -109,7 +123,7 @@ def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOpt
         return 1, 1
     ep = options.ep or source.ep
     etp = options.etp or (source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp)
-    if config.mlp_bias:
+    if config.mlp.bias:
         etp = options.etp or 1
         if etp > 1 or ep < tp:
             raise LayoutError(
@@ -248,7 +262,7 @@ class _Planner:
     def _ranks(self) -> Iterator[tuple[int, int]]:
         """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
         tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
-        if not self.header.config.experts:
+        if not self.header.config.experts.count:
             yield from ((tp_rank, 0) for tp_rank in range(tp))
         elif etp == tp:
             yield from ((tp_rank, ep_rank) for tp_rank in range(tp) for ep_rank in range(ep))

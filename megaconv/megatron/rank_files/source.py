@@ -13,9 +13,9 @@ from megaconv.engine.assembled import Placed, assemble
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
-from megaconv.families.parts.hf_config import CONFIG_NAME
+from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.encoder import refuse_lost_head
-from megaconv.megatron.arguments.read import from_arguments, read_layout, true_vocab
+from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
     Landmarks,
     expert_tensor_parallel_size,
@@ -24,7 +24,7 @@ from megaconv.megatron.arguments.sizes import (
     padded_rows,
     with_stacks,
 )
-from megaconv.megatron.arguments.write import OPTIMIZATION
+from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
 from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.megatron.optimizer.source import (
     Optimizers,
@@ -38,7 +38,8 @@ from megaconv.megatron.optimizer.source import (
 from megaconv.megatron.optimizer.training_output import NOT_APART
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.model.check import same_names, well_formed
-from megaconv.model.config import STRUCTURE, ModelConfig
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import LEGACY, Naming
@@ -111,13 +112,13 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     found = find_sizes(ranks, layout, args, names)
     legacy = dialect.naming == LEGACY
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
-    if config.experts:
-        layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.moe_ffn, config.experts))
+    if config.experts.count:
+        layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count))
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
     padded = padded_rows(ranks, names)
-    config = replace(config, vocab=_vocab(options, config, args, padded, written.tp))
+    config = changed(config, {"vocab": _vocab(options, config, args, padded, written.tp)})
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
     wanted = options.optimizer and training.optimizer is not None
@@ -141,7 +142,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     manifest = describe(tensors)
     divisor = getattr(args, "make_vocab_size_divisible_by", None)
     header = Header(
-        config=replace(config, dtype=main_dtype(manifest)),
+        config=changed(config, {"dtype": main_dtype(manifest)}),
         manifest=manifest,
         layout=written,
         training=training,
@@ -164,14 +165,37 @@ def _configure(
     _, config = read_config(directory / CONFIG_NAME)
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
-        described["heads"] = args.num_attention_heads
+        described["attention.heads"] = args.num_attention_heads
     for name in STRUCTURE:
-        if name in described and getattr(config, name) != described[name]:
+        if name in described and value_of(config, name) != described[name]:
             raise TensorMismatch(
-                f"{directory / CONFIG_NAME}: says {name} = {getattr(config, name)}, the checkpoint has {described[name]}; "
+                f"{directory / CONFIG_NAME}: says {name} = {value_of(config, name)}, the checkpoint has {described[name]}; "
                 "it describes another model"
             )
-    return replace(config, mtp_layers=found["mtp_layers"])  # config.json may speak of layers that nobody saved
+    config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may speak of layers that nobody saved
+    with well_formed("the rank files' args"):
+        told = read_fields(args, found, legacy=legacy)
+    return _as_the_run_went_on(config, told, args, str(directory / CONFIG_NAME), config_wins=required)
+
+
+def _as_the_run_went_on(
+    config: ModelConfig, told: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
+) -> ModelConfig:
+    """config.json with what the run's own arguments say otherwise; every difference is named.
+
+    A run that goes on in a directory with other arguments leaves the config.json of its beginning there. config_wins: whether
+    it was asked for (--config) nonetheless. What its writer left out of the arguments is not compared.
+    """
+    skipped = {*STRUCTURE, *NOT_COMPUTED, "vocab", *getattr(args, LEFT_OUT, ())}
+    run = changed(config, {name: value for name, value in told.items() if name not in skipped})
+    differences = config_differences(config, run)
+    for name, ours, theirs in differences:
+        _log.warning(
+            "%s says %s = %s, the arguments of the run that saved the checkpoint say %s; %s",
+            where, name, ours, theirs,
+            "--config wins" if config_wins else "the arguments win (--config with a directory of that file has it otherwise)",
+        )  # fmt: skip
+    return config if config_wins or not differences else run
 
 
 def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:

@@ -120,7 +120,8 @@ def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
         if missing:
             raise CorruptCheckpoint(
                 f"{listing.directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
-                f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
+                f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else ""),
+                code="missing-file",
             )
 
 

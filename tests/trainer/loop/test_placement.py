@@ -1,6 +1,5 @@
 """Where tensors and runs of their elements lie in a torch_dist checkpoint."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,15 +8,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megatron_lite.placement import flat_shards, places, shards
 
-CONFIG = ModelConfig(
-    family="llama", layers=4, hidden=8, heads=4, kv_heads=2, head_dim=4, ffn=12, vocab=30, max_positions=16,
-    norm_epsilon=1e-5, rope_theta=1e4,
-)  # fmt: skip
+CONFIG = from_fields(
+    "llama",
+    {
+        "layers.count": 4,
+        "hidden": 8,
+        "attention.heads": 4,
+        "attention.kv_heads": 2,
+        "attention.head_dim": 4,
+        "mlp.ffn": 12,
+        "vocab": 30,
+        "max_positions": 16,
+        "norm.epsilon": 1e-5,
+        "positions.theta": 1e4,
+    },
+)
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)])
@@ -58,7 +68,9 @@ def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
 def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.DataObject) -> None:
     layout = Layout(2, 1, stage_layers=(4,))
     (chunk,) = layout.chunks()
-    found = places(replace(CONFIG, layers=4), layout, data.draw(st.sampled_from([0, 1])), chunk, 32, CORE_LOCAL)
+    found = places(
+        changed(CONFIG, {"layers.count": 4}), layout, data.draw(st.sampled_from([0, 1])), chunk, 32, CORE_LOCAL
+    )
     place = found[data.draw(st.sampled_from(sorted(found)))]
     count = int(np.prod(place.local))
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})

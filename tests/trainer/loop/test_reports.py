@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaconv.model.config import ModelConfig
+from megaconv.model.fields import from_fields
 from megatron_lite.log import METRICS, Meter, duration, flops_per_token, peak_tflops
 from tests.trainer.loop.launches import LLAMA, launch, train
 
@@ -49,10 +49,21 @@ def test_empty_splits_are_fine(tmp_path: Path) -> None:
 
 def test_operations_are_counted_as_published() -> None:
     """Llama-2-7B by hand: every matrix that is multiplied, and the attention."""
-    config = ModelConfig(
-        family="llama", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000,
-        max_positions=4096, norm_epsilon=1e-5, rope_theta=1e4,
-    )  # fmt: skip
+    config = from_fields(
+        "llama",
+        {
+            "layers.count": 32,
+            "hidden": 4096,
+            "attention.heads": 32,
+            "attention.kv_heads": 32,
+            "attention.head_dim": 128,
+            "mlp.ffn": 11008,
+            "vocab": 32000,
+            "max_positions": 4096,
+            "norm.epsilon": 1e-5,
+            "positions.theta": 1e4,
+        },
+    )
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
     assert (peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("Radeon"), peak_tflops(None)) == (989.0, None, None)

@@ -139,7 +139,7 @@ def test_a_yaml_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str,
 
 def test_flags_describe_llama_and_gpt2() -> None:
     llama = model_from_flags(settings(LLAMA), 100)
-    assert (llama.family, llama.kv_heads, llama.ffn, llama.tie_embeddings, llama.qkv_bias) == (
+    assert (llama.family, llama.attention.kv_heads, llama.mlp.ffn, llama.tie_embeddings, llama.attention.qkv_bias) == (
         "llama",
         2,
         128,
@@ -149,15 +149,15 @@ def test_flags_describe_llama_and_gpt2() -> None:
     gpt2 = model_from_flags(
         settings("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"), 50
     )
-    assert (gpt2.family, gpt2.ffn, gpt2.positions, gpt2.tie_embeddings) == ("gpt2", 128, "learned", True)
-    assert (gpt2.activation, gpt2.normalization, gpt2.mlp_bias) == ("gelu_tanh", "LayerNorm", True)
+    assert (gpt2.family, gpt2.mlp.ffn, gpt2.positions.kind, gpt2.tie_embeddings) == ("gpt2", 128, "learned", True)
+    assert (gpt2.mlp.activation, gpt2.norm.kind, gpt2.mlp.bias) == ("gelu_tanh", "LayerNorm", True)
     scaled = model_from_flags(
         settings(LLAMA + " --use-rope-scaling --rope-scaling-factor 32 --rotary-base 500000"), 100
     )
-    assert scaled.rope_theta == 5e5
-    assert (scaled.rope_scaling or {})["factor"] == 32
+    assert scaled.positions.theta == 5e5
+    assert (scaled.positions.scaling or {})["factor"] == 32
     qwen = model_from_flags(settings(LLAMA + " --qk-layernorm --kv-channels 32"), 100)
-    assert (qwen.family, qwen.head_dim) == ("qwen3", 32)
+    assert (qwen.family, qwen.attention.head_dim) == ("qwen3", 32)
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_an_error_and_one_that_agrees_is_not() -> None:

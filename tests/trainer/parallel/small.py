@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaconv.model.config import ModelConfig
+from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine, StepReport
@@ -20,21 +20,25 @@ SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
 NONE, FULL, BLOCK, SELECTIVE = Recompute(), Recompute("full"), Recompute("full", "block", 1), Recompute("selective")
 
 _SIZES: dict[str, Any] = {
-    "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 61, "max_positions": 32,
-    "norm_epsilon": 1e-5, "rope_theta": 5000.0,
-}  # fmt: skip
+    "layers.count": 4,
+    "hidden": 32,
+    "attention.heads": 4,
+    "attention.kv_heads": 2,
+    "attention.head_dim": 8,
+    "mlp.ffn": 48,
+    "vocab": 61,
+    "max_positions": 32,
+    "norm.epsilon": 1e-5,
+    "positions.theta": 5000.0,
+}
+_BIASES = {"attention.qkv_bias": True, "attention.o_bias": True, "mlp.bias": True}
+_GPT2 = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.activation": "gelu_tanh", "mlp.gated": False}
 MODELS = {
-    "qwen3": ModelConfig("qwen3", qk_norm=True, **_SIZES),
-    "llama": ModelConfig("llama", qkv_bias=True, o_bias=True, mlp_bias=True, tie_embeddings=True, **_SIZES),
-    "gpt2": ModelConfig(
-        "gpt2", positions="learned", normalization="LayerNorm", activation="gelu_tanh", gated=False, qkv_bias=True,
-        o_bias=True, mlp_bias=True, tie_embeddings=True, **_SIZES | {"kv_heads": 4},
-    ),
-    "gpt2, untied": ModelConfig(
-        "gpt2", positions="learned", normalization="LayerNorm", activation="gelu_tanh", gated=False, qkv_bias=True,
-        o_bias=True, mlp_bias=True, **_SIZES | {"kv_heads": 4},
-    ),
-}  # fmt: skip
+    "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **_SIZES}),
+    "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **_SIZES}),
+    "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
+    "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Case:
 def make_engine(case: Case, *, overlap: bool = True) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
-        case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layers, case.pp, case.vpp, LayerSplit())
+        case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
     )
     options = ModelOptions(
         **{

@@ -8,6 +8,7 @@ import torch
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
@@ -32,7 +33,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
 
 def config_of(family: str, *, tied: bool) -> ModelConfig:
-    return replace(FEATURES[family], tie_embeddings=tied, **({} if family == "gpt2" else {"kv_heads": 2}))
+    return changed(FEATURES[family], {"tie_embeddings": tied, **({} if family == "gpt2" else {"kv_heads": 2})})
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -40,7 +41,7 @@ def config_of(family: str, *, tied: bool) -> ModelConfig:
 def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool) -> None:
     config = config_of(family, tied=tied)
     for tp, pp, vpp in LAYOUTS:
-        layout = Layout(tp, pp, vpp, stage_layers=split_layers(config.layers, pp, vpp, LayerSplit()))
+        layout = Layout(tp, pp, vpp, stage_layers=split_layers(config.layer_count, pp, vpp, LayerSplit()))
         options = ModelOptions(vocab_divisor=8)
         for chunk in layout.chunks():
             for tp_rank in range(tp):
@@ -113,9 +114,9 @@ def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
 
 
 def test_mixtures_and_unknown_rope_scaling_are_refused() -> None:
-    mixture = replace(MODELS["qwen3"], experts=4, experts_per_token=2, moe_ffn=16)
+    mixture = changed(MODELS["qwen3"], {"experts.count": 4, "experts.per_token": 2, "experts.ffn": 16})
     with pytest.raises(NotExpressible, match="4 experts"):
         make_plan(mixture, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
-    dynamic = replace(MODELS["qwen3"], rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    dynamic = changed(MODELS["qwen3"], {"positions.scaling": {"rope_type": "dynamic", "factor": 4.0}})
     with pytest.raises(NotExpressible, match="'dynamic' can't be trained with"):
         Rotary(dynamic, torch.device("cpu"), torch.float32)

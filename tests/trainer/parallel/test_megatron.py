@@ -42,7 +42,7 @@ def test_ten_steps_are_those_of_megatron_core(tmp_path: Path) -> None:
 def train(directory: Path, tokens: torch.Tensor) -> Iterator[StepReport]:
     """The same with ours."""
     checkpoint = open_checkpoint(directory)
-    grid = make_grid(Layout(stage_layers=(checkpoint.config.layers,)), 1, torch.device("cpu"))
+    grid = make_grid(Layout(stage_layers=(checkpoint.config.layer_count,)), 1, torch.device("cpu"))
     optimizer = OptimizerOptions(betas=BETAS, eps=EPS, clip_grad=CLIP)
     engine = Engine(checkpoint.config, grid, ModelOptions(dtype="float32"), optimizer)
     load_weights(engine, checkpoint.tensors)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.grid import make_grid
@@ -86,7 +87,7 @@ def live_bytes(_rank: int, dtype: str, dp: int, distributed: bool) -> tuple[floa
     """(bytes of all tensors that are alive after a step, by formula) per parameter."""
     gc.collect()
     before = _tensor_bytes()
-    config = replace(MODELS["qwen3"], layers=2, hidden=128, ffn=512, vocab=2048)
+    config = changed(MODELS["qwen3"], {"layers.count": 2, "hidden": 128, "mlp.ffn": 512, "vocab": 2048})
     grid = make_grid(Layout(stage_layers=(2,)), dp, torch.device("cpu"))
     optimizer = OptimizerOptions(distributed=distributed, bucket_elements=200_000)
     engine = Engine(config, grid, ModelOptions(dtype=dtype), optimizer)
@@ -129,7 +130,7 @@ def test_a_parameter_takes_as_many_bytes_as_promised(
 
 def one_layer(dtype: str, scale: float = 1.0) -> Engine:
     """With one batch of a step it is quick enough for fp16, which CPUs have no instructions for."""
-    config = replace(MODELS["qwen3"], layers=1)
+    config = changed(MODELS["qwen3"], {"layers.count": 1})
     loss_scale = LossScale(initial=scale, window=2, hysteresis=1)
     grid = make_grid(Layout(stage_layers=(1,)), 1, torch.device("cpu"))
     options = ModelOptions(dtype=dtype, vocab_divisor=1)

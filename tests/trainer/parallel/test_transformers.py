@@ -34,7 +34,7 @@ def batch() -> Microbatch:
 
 def engine_for(directory: Path, tp: int, options: ModelOptions) -> Engine:
     checkpoint = open_checkpoint(directory)
-    layout = Layout(tp, 1, 1, stage_layers=(checkpoint.config.layers,))
+    layout = Layout(tp, 1, 1, stage_layers=(checkpoint.config.layer_count,))
     dp = check_sizes(checkpoint.config, layout, tp, options, 32, 1)
     engine = Engine(
         checkpoint.config, make_grid(layout, dp, torch.device("cpu")), options, OptimizerOptions(clip_grad=0)
@@ -73,7 +73,7 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
     loss = F.cross_entropy(logits.reshape(-1, VOCAB), batch().labels.reshape(-1))
     loss.backward()
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
-    chunk = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    chunk = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     whole: dict[str, torch.Tensor] = {}
     for native in native_tensors(rows, config, HF, Layout(), 0, chunk, VOCAB):
         if native.copy:
@@ -88,7 +88,7 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
             )
             piece = matrix[region.row : region.row + height, region.col : region.col + width]
             whole[name] = piece.T if region.transposed else piece
-    layout = Layout(tp, 1, 1, stage_layers=(config.layers,))
+    layout = Layout(tp, 1, 1, stage_layers=(config.layer_count,))
     cut = {}
     for native in native_tensors(rows, config, CORE, layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp):
         if native.copy:

@@ -1,0 +1,44 @@
+"""How a command that fails ends: one line on stderr, an exit status, and with --json a document on stdout."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from megaconv.errors import CODES, CheckpointError, Interrupted, is_interruption
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Errors that a user can act on end the process here; others are ours, and come through with their traceback."""
+    try:
+        yield
+    except CheckpointError as error:
+        print(f"megaconv: error: {error}", file=sys.stderr)
+        _end(error.code, str(error))
+    except (Interrupted, RuntimeError) as error:
+        if not is_interruption(error):
+            raise
+        hint = (str(error) if isinstance(error, Interrupted) else "") or "nothing was left behind"
+        print(f"megaconv: interrupted; {hint}", file=sys.stderr)
+        _end("interrupted", f"interrupted; {hint}")
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        print(f"megaconv: error: {error}", file=sys.stderr)
+        _end("system-error", str(error))
+    except Exception as error:
+        usage: Any = error
+        if not hasattr(usage, "format_message"):
+            raise
+        usage.show()  # Typer's own: an option that is not known, or has no such value
+        _end("wrong-usage", usage.format_message())
+
+
+def _end(code: str, message: str) -> NoReturn:
+    status = CODES[code].exit_status
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"error": {"code": code, "message": message, "exit_status": status}}, indent=1))
+    sys.exit(status)

@@ -1,0 +1,234 @@
+"""Keys of config.json that Llama-like architectures share, as transformers 4 and 5 each write them.
+
+transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes rope_parameters and dtype.
+We read both, and write the older keys, which both versions understand.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, need_number, need_size, number, size
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
+
+LLAMA_LIKE: dict[str, Any] = {
+    "positions.kind": "rope",
+    "norm.kind": "RMSNorm",
+    "mlp.activation": "silu",
+    "mlp.gated": True,
+}
+"""What all of them have."""
+SILU: dict[str, Any] = {"hidden_act": "silu"}
+"""The one activation that most of these architectures have."""
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
+"""What each kind of rope scaling needs."""
+
+
+Tokens = tuple[int | None, int | None, int | None]
+"""Ids of bos, eos and pad."""
+
+
+def model_words(*, tied: bool, tokens: Tokens) -> tuple[Words, ...]:
+    """What all architectures say with the same keys; tied: whether the head is, where the key is missing."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+    def read(raw: Raw) -> Fields:
+        found = {name: raw.get(name, default) for name, default in zip(names, tokens, strict=True)}
+        eos = found["eos_token_id"]
+        return found | {"eos_token_id": tuple(eos) if isinstance(eos, list) else eos}
+
+    def write(config: ModelConfig) -> Raw:
+        eos = config.eos_token_id
+        written = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+        return written | {"eos_token_id": list(eos) if isinstance(eos, tuple) else eos}
+
+    return (
+        size("vocab_size", "vocab"),
+        Words(
+            ("tie_word_embeddings",),
+            lambda raw: {"tie_embeddings": bool(raw.get("tie_word_embeddings", tied))},
+            lambda config: {"tie_word_embeddings": config.tie_embeddings},
+        ),
+        Words(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),
+        Words(names, read, write),
+    )
+
+
+def _read_dtype(raw: Raw) -> Fields:
+    return {"dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")}
+
+
+def heads(kv_heads: int | None, head_dim: int | None) -> Words:
+    """Grouped queries; the numbers as in decoder_words."""
+
+    def read(raw: Raw) -> Fields:
+        hidden, count = need_size(raw, "hidden_size"), need_size(raw, "num_attention_heads")
+        said = {"num_key_value_heads": kv_heads, **raw}
+        groups = count if said["num_key_value_heads"] is None else need_size(said, "num_key_value_heads")
+        if count % groups:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: num_key_value_heads {groups} doesn't divide num_attention_heads {count}"
+            )
+        each = raw.get("head_dim") or head_dim or hidden // count
+        return {"attention.heads": count, "attention.kv_heads": groups, "attention.head_dim": each}
+
+    def write(config: ModelConfig) -> Raw:
+        found = config.attention
+        return {"num_attention_heads": found.heads, "num_key_value_heads": found.kv_heads, "head_dim": found.head_dim}
+
+    return Words(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
+
+
+# Rope.
+
+_PERCENT = "partial_rotary_factor"
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Words:
+    """Base and scaling. theta, scaling: of a config.json that doesn't speak of them."""
+
+    def read(raw: Raw) -> Fields:
+        silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
+        base, found = _read_rope(raw, theta)
+        return {"positions.theta": base, "positions.scaling": scaling if silent else found}
+
+    def write(config: ModelConfig) -> Raw:
+        found = config.positions.scaling
+        plain = None if scaling is None else {"rope_type": "default"}
+        return {"rope_theta": config.positions.theta, "rope_scaling": dict(found) if found else plain}
+
+    return Words(_ROPE_KEYS, read, write)
+
+
+def partial_rotation(default: float) -> Words:
+    """The part of each head that rotates; default: where the key is missing."""
+    return Words(
+        (_PERCENT,),
+        lambda raw: {"positions.rotary_percent": rotary_percent(raw, default)},
+        lambda config: {_PERCENT: config.positions.rotary_percent},
+    )
+
+
+def _whole_heads(raw: Raw) -> Fields:
+    if rotary_percent(raw, 1.0) != 1.0:
+        raise NotExpressible(f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not known in this architecture")
+    return {}
+
+
+WHOLE_HEADS = Words((_PERCENT,), _whole_heads, lambda config: {})
+"""Of architectures whose heads rotate whole."""
+
+
+def rotary_percent(raw: Raw, default: float) -> float:
+    """The part of each head that rotates, by the keys of either transformers."""
+    found = (raw.get("rope_parameters") or {}).get(_PERCENT, raw.get(_PERCENT))
+    return float(default if found is None else found)
+
+
+def _read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling or None) by the keys of either transformers."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be an object, found {raw[key]!r}")
+    parameters = dict(raw.get("rope_parameters") or {})
+    scaling = dict(raw.get("rope_scaling") or {}) or parameters
+    theta = need_number({**raw, **parameters}, "rope_theta", default_theta)
+    kind = scaling.pop("type", None)
+    scaling["rope_type"] = scaling.get("rope_type") or kind or "default"
+    scaling.pop("rope_theta", None)
+    scaling.pop(_PERCENT, None)
+    for name in _SCALING.get(scaling["rope_type"], ()):
+        if type(scaling.get(name)) not in (int, float):
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: rope scaling {scaling['rope_type']} has no number {name}: {scaling}"
+            )
+    return theta, None if scaling["rope_type"] == "default" else scaling
+
+
+# Windows.
+
+
+def window(default: int | None) -> Words:
+    """One for all layers, or none."""
+    return Words(
+        ("sliding_window",),
+        lambda raw: {"layers.window": raw.get("sliding_window", default) or None},
+        lambda config: {"sliding_window": config.window},
+    )
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """transformers' word for each layer's attention."""
+    return ["full_attention" if kind.window is None else "sliding_attention" for kind in config.layers]
+
+
+def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
+    """Layers with a window, by layer_types; otherwise: what these are where the key is missing."""
+    layers, kinds = need_size(raw, "num_hidden_layers"), raw.get("layer_types") or otherwise
+    others = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
+    if others:
+        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which is not known in this architecture")
+    if len(kinds) != layers:
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {len(kinds)} layers, the model has {layers}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def windows_on(raw: Raw, layers: tuple[int, ...], size_of_window: int | None) -> Fields:
+    """The field of these layers' windows."""
+    return {"layers.window": per_layer(layers, need_size(raw, "num_hidden_layers"), size_of_window, None)}
+
+
+GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")
+"""Two names for one activation."""
+
+PLAIN = "rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
+"""What tells a dense Llama-like decoder from all others; what tells one from another comes on top."""
+MIXTURE = PLAIN.replace("!mixture", "mixture")
+
+
+def body_words(
+    *,
+    positions: int,
+    epsilon: float = 1e-6,
+    rotation: Words | None = None,
+    partial: Words = WHOLE_HEADS,
+    tied: bool = False,
+    tokens: Tokens = (None, None, None),
+) -> tuple[Words, ...]:
+    """What every Llama-like architecture says, but for attention's heads and its activation.
+
+    Numbers are transformers' own defaults for keys that may be left out: max_position_embeddings, rms_norm_eps, rope
+    (None: a base of 10000), whether the head is tied, the ids of tokens.
+    """
+    return (
+        size("hidden_size", "hidden"),
+        size("num_hidden_layers", "layers.count"),
+        size("intermediate_size", "mlp.ffn"),
+        size("max_position_embeddings", "max_positions", positions),
+        number("rms_norm_eps", "norm.epsilon", epsilon),
+        rotation or rope(10000.0),
+        partial,
+        *model_words(tied=tied, tokens=tokens),
+    )
+
+
+def decoder_words(
+    *,
+    positions: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    epsilon: float = 1e-6,
+    rotation: Words | None = None,
+    partial: Words = WHOLE_HEADS,
+    tied: bool = False,
+    tokens: Tokens = (None, None, None),
+) -> tuple[Words, ...]:
+    """The same with grouped queries: num_key_value_heads (None: as many as heads), head_dim (None: hidden_size over heads)."""
+    body = body_words(
+        positions=positions, epsilon=epsilon, rotation=rotation, partial=partial, tied=tied, tokens=tokens
+    )
+    return (*body, heads(kv_heads, head_dim))

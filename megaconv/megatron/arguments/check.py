@@ -1,0 +1,77 @@
+"""Refuses arguments of Megatron that change what a model computes and that nobody here reads."""
+
+import logging
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaconv.errors import UnknownFamily
+from megaconv.megatron.arguments.harmless import HARMLESS
+from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
+from megaconv.model.check import listing
+
+_log = logging.getLogger("megaconv")
+
+_KNOWN = READ.union(REFUSED, *HARMLESS.values())
+
+
+def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> None:
+    """Warns of arguments that no release of Megatron has, once, unless they are off.
+
+    found: what the tensors say, as fields of the configuration. legacy: whether the model is one of those before core.
+    Raises UnknownFamily for a value that would be lost, with the argument's name, the value, and what is expected.
+    """
+    _check_old_positions(args, found)
+    present = set(_present(args, found, legacy))
+    for name, limit in {**LIMITED, **REFUSED}.items():
+        value = getattr(args, name, None)
+        if (not limit.only or limit.only in present) and not _is_accepted(value, limit):
+            raise UnknownFamily(
+                f"the checkpoint's {name} is {value!r:.100} ({limit.computes}), which no model family that we know has; "
+                f"expected {_expected(limit)}"
+            )
+    unknown = sorted(name for name, value in vars(args).items() if name not in _KNOWN and not _is_off(value))
+    if unknown:
+        _log.warning(
+            "the checkpoint's args have %s, which no release of Megatron has that we know; they are not carried over, "
+            "whatever they do to the model",
+            listing(unknown),
+        )
+
+
+def _present(args: Namespace, found: Mapping[str, Any], legacy: bool) -> Iterator[str]:
+    """What Limit.only may ask for."""
+    if found.get("experts.count"):
+        yield "experts"
+    if not getattr(args, "swiglu", True):
+        yield "gelu"
+    if not (legacy and "head.activation" in found):  # the legacy BERT can take its residuals behind the norm
+        yield "residuals of core"
+
+
+def _is_accepted(value: object, limit: Limit) -> bool:
+    """Objects from a pickle are accepted nowhere."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_accepted(item, limit) for item in value)
+    return isinstance(value, (type(None), bool, int, float, str)) and value in limit.accepted
+
+
+def _is_off(value: object) -> bool:
+    return value is None or (isinstance(value, (bool, int, float, str, list, tuple, dict)) and not value)
+
+
+def _expected(limit: Limit) -> str:
+    values = [value for value in limit.accepted if value is not None]
+    return " or ".join(map(repr, values or [None]))
+
+
+def _check_old_positions(args: Namespace, found: Mapping[str, Any]) -> None:
+    """Before core 0.4 a table of positions and rotary ones were chosen apart from each other: also both, or none."""
+    if hasattr(args, "position_embedding_type") or not hasattr(args, "use_rotary_position_embeddings"):
+        return
+    table, rotary = found.get("positions.kind") == "learned", bool(args.use_rotary_position_embeddings)
+    if table == rotary:
+        raise UnknownFamily(
+            f"the checkpoint's use_rotary_position_embeddings is {rotary}, and its tensors have {'a' if table else 'no'} "
+            "table of positions; expected one of both"
+        )

@@ -1,0 +1,97 @@
+"""Megatron's arguments of scaled rope, from and to a model's configuration: linear, Llama 3's and yarn.
+
+Source: GPTModel and rotary_pos_embedding of megatron-core 0.12 to 0.16; rope parameters of transformers 4 and 5.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.model.config import ModelConfig
+
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's use_rope_scaling means besides the factor."""
+
+YARN = {
+    "factor": "yarn_rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+}
+"""config.json's words -> those by which GPTModel of core 0.16 asks its configuration for them."""
+YARN_TRUNCATE = "yarn_correction_range_round_to_int"
+
+
+def write_scaling(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
+    scaling = config.positions.scaling
+    if scaling is None:
+        return {}
+    kind = scaling["rope_type"]
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": scaling["factor"]}
+    if kind == "llama3" and all(float(scaling[name]) == value for name, value in LLAMA3_SCALING.items()):
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    if has_yarn(config) and not legacy:
+        return _yarn(scaling, config.max_positions)
+    if allow_lossy:
+        return {}
+    raise NotExpressible(
+        f"rope scaling {dict(scaling)} has no equivalent in Megatron core; with --allow-lossy rope_scaling "
+        "the output is written without it (its hf/config.json keeps it, so that converting back loses nothing)"
+    )
+
+
+def has_yarn(config: ModelConfig) -> bool:
+    """Whether GPTModel's own yarn, which is that of whole heads, scales this model's positions."""
+    scaling = config.positions.scaling or {}
+    others = {name for name, value in scaling.items() if value is not None} - {"rope_type", "truncate", *YARN}
+    return (
+        scaling.get("rope_type") == "yarn"
+        and not others
+        and config.positions.rotary_percent == 1.0
+        and not config.latent.kv_rank
+    )
+
+
+def _yarn(scaling: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
+    """What transformers takes a missing word for is said. Both take one mscale without the other for none."""
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": max_positions}
+    said = usual | {name: value for name, value in scaling.items() if value is not None}
+    if not (said.get("mscale") and said.get("mscale_all_dim")):
+        said |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    words = {argument: said[name] for name, argument in YARN.items()}
+    return {"position_embedding_type": "yarn", **words, YARN_TRUNCATE: bool(said.get("truncate", True))}
+
+
+def read_scaling(args: Namespace) -> dict[str, Any] | None:
+    if getattr(args, "use_rope_scaling", False):
+        return {"rope_type": "llama3", "factor": float(getattr(args, "rope_scaling_factor", 8.0)), **LLAMA3_SCALING}
+    if getattr(args, "position_embedding_type", "rope") == "yarn" or getattr(args, "enable_gpt_oss", False):
+        return _read_yarn(args)
+    factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
+    return {"rope_type": "linear", "factor": float(factor)} if factor else None
+
+
+def _read_yarn(args: Namespace) -> dict[str, Any]:
+    mscales = {name: getattr(args, YARN[name], None) for name in ("mscale", "mscale_all_dim")}
+    if not all(mscales.values()):
+        if mscales["mscale_all_dim"] or mscales["mscale"] not in (None, 1.0):
+            raise UnknownFamily(
+                f"the checkpoint's yarn has one mscale and not the other ({mscales}); no family has that"
+            )
+        mscales = {}
+    others = {name: _said(args, argument) for name, argument in YARN.items() if not name.startswith("mscale")}
+    truncate = {} if getattr(args, YARN_TRUNCATE, True) else {"truncate": False}
+    return {"rope_type": "yarn", **others, **mscales, **truncate}
+
+
+def _said(args: Namespace, name: str) -> Any:
+    value = getattr(args, name, None)
+    if value is None:
+        raise CorruptCheckpoint(
+            f"the checkpoint's args don't say {name}; give --config with the Hugging Face directory of the model"
+        )
+    return value

@@ -1,0 +1,176 @@
+"""A model's configuration by dotted field: taken apart, put together, and compared with what came back from another description."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.model.config import (
+    MLP,
+    Attention,
+    Encoder,
+    Experts,
+    Head,
+    LatentAttention,
+    LayerKind,
+    ModelConfig,
+    Norm,
+    Positions,
+    value_of,
+)
+
+_SUBJECTS: Mapping[str, type[Any]] = {
+    "attention": Attention,
+    "mlp": MLP,
+    "norm": Norm,
+    "positions": Positions,
+    "latent": LatentAttention,
+    "experts": Experts,
+    "encoder": Encoder,
+    "head": Head,
+}
+_APART = ("family", "hf", "_features", "layers", *_SUBJECTS)
+_OF_LAYERS = tuple(item.name for item in fields(LayerKind))
+
+
+def _dotted() -> Iterator[str]:
+    yield "layers.count"
+    yield from (f"layers.{name}" for name in _OF_LAYERS)
+    for subject, kind in _SUBJECTS.items():
+        yield from (f"{subject}.{item.name}" for item in fields(kind))
+    yield from (item.name for item in fields(ModelConfig) if item.name not in _APART)
+
+
+FIELDS = tuple(_dotted())
+"""The dotted names of everything that describes a model, but its family."""
+
+NOT_COMPUTED = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields that don't change what a model computes from its weights."""
+
+STRUCTURE = (
+    *("layers.count", "layers.mixer", "layers.mlp", "hidden", "mlp.ffn", "mlp.bias", "tie_embeddings", "token_types"),
+    *("attention.heads", "attention.kv_heads", "attention.head_dim", "attention.qkv_bias", "attention.o_bias"),
+    *("attention.qk_norm", "attention.sinks", "experts.count", "experts.shared_gate", "experts.router_bias"),
+    *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
+    *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+)
+"""What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """Everything that describes a model, by dotted name."""
+    return {name: value_of(config, name) for name in FIELDS}
+
+
+def from_fields(family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | None = None) -> ModelConfig:
+    """A model from its fields by dotted name; those that are left out have their defaults.
+
+    `layers.count` says how many layers there are, and each other field of layers is one value for all, or one for each.
+    Raises CorruptCheckpoint for values that no model has, TypeError for fields that there are not or that are missing.
+    """
+    unknown = values.keys() - set(FIELDS)
+    if unknown:
+        raise TypeError(f"a model has no {', '.join(sorted(unknown))}")
+    grouped: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        subject, _, inner = name.rpartition(".")
+        if subject in grouped:
+            grouped[subject][inner] = value
+        elif not subject:
+            flat[inner] = value
+    subjects = {subject: kind(**grouped[subject]) for subject, kind in _SUBJECTS.items()}
+    return ModelConfig(family=family, layers=_layers(values), hf=hf, **flat, **subjects)
+
+
+def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+    count = values["layers.count"]
+    if type(count) is not int or count < 1:
+        raise CorruptCheckpoint(f"the model's layers should be a positive number, found {count!r}")
+    columns = {name: values[f"layers.{name}"] for name in _OF_LAYERS if f"layers.{name}" in values}
+    for name, column in columns.items():
+        if isinstance(column, tuple) and len(column) != count:
+            raise CorruptCheckpoint(f"the model has {count} layers, and layers.{name} is about {len(column)}")
+    return tuple(
+        LayerKind(**{name: column[layer] if isinstance(column, tuple) else column for name, column in columns.items()})
+        for layer in range(count)
+    )
+
+
+def changed(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+    """The same model with other values of some fields, by dotted name."""
+    return from_fields(config.family, fields_of(config) | dict(values), config.hf)
+
+
+def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> Any:
+    """A field of layers: one value for the numbered layers and another for the rest."""
+    chosen = set(layers)
+    values = tuple(inside if layer in chosen else outside for layer in range(count))
+    return values[0] if len(set(values)) == 1 else values
+
+
+def meaning_of(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a model that count, each in one form: without those that others make moot.
+
+    One group of experts is none, and a factor of 1 on their weights too; the width of dense layers counts where there are any.
+    """
+    values = fields_of(config)
+    values["positions.scaling"] = _full_scaling(config)
+    moot = set[str]()
+    if not config.has("rope"):
+        moot |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
+        moot |= {"positions.interleaved", "layers.rotates"}
+    if not config.experts.count:
+        moot |= {"layers.mlp", *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count")}
+    if config.experts.count and not config.layers_with("dense"):
+        moot.add("mlp.ffn")
+    if values["experts.groups"] == 1:
+        moot |= {"experts.groups", "experts.group_topk"}
+    if values["experts.scale"] == 1:
+        moot.add("experts.scale")
+    empty: dict[str, Any] = dict.fromkeys(moot & {"experts.groups", "experts.group_topk", "experts.scale"})
+    return {name: value for name, value in values.items() if name not in moot} | empty
+
+
+def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """Rope scaling with what transformers and Megatron take a missing key for; both take one mscale without the other for none."""
+    if config.positions.scaling is None:
+        return None
+    said = {name: value for name, value in config.positions.scaling.items() if value is not None}
+    if said["rope_type"] != "yarn":
+        return said
+    original = 4096 if config.latent.kv_rank else config.max_positions
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": original, "truncate": True}
+    if not (said.get("mscale") and said.get("mscale_all_dim")):
+        said = {name: value for name, value in said.items() if not name.startswith("mscale")}
+    return usual | said
+
+
+def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(field, left value, right value) wherever two configurations mean different models; None: has no such field."""
+    ours, theirs = {"family": left.family} | meaning_of(left), {"family": right.family} | meaning_of(right)
+    names = dict.fromkeys((*ours, *theirs))
+    return [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]
+
+
+def lost_fields(config: ModelConfig, back: ModelConfig, *, but: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Field -> (value, what it came back as) of all that a description in other words doesn't keep; but: may differ."""
+    skipped = {"family", *but}
+    return {name: (ours, theirs) for name, ours, theirs in config_differences(config, back) if name not in skipped}
+
+
+def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Iterable[str] = ()) -> None:
+    """Raises NotExpressible, naming them, for fields that came back otherwise from the words of another description.
+
+    where: what can't represent them. but: fields that may differ.
+    """
+    lost = lost_fields(config, back, but=but)
+    if not lost:
+        return
+    # What is only moot there follows from another field, which is the one to name.
+    names = sorted(lost, key=lambda name: name not in meaning_of(back))
+    value, kept = lost[names[0]]
+    more = f" (and {', '.join(names[1:])})" if names[1:] else ""
+    raise NotExpressible(
+        f"the model's {names[0]} is {value!r}, which {where} can't represent: it would be {kept!r} there{more}"
+    )

@@ -1,0 +1,63 @@
+"""megaconv's own top-level packages, `formats`, `loaders` and `savers`, are imported from beside it, wherever a program runs.
+
+Python looks in the program's directory first (`python -m` and torchrun: in the current one), where a project may well have
+a package of such a name.
+"""
+
+import sys
+import warnings
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+NAMES = ("formats", "loaders", "savers")
+_BESIDE = Path(__file__).resolve().parents[1]
+
+
+def claim() -> None:
+    """Import them. Raises ImportError where a program has imported others of these names before.
+
+    A program that has such packages and may yet import them is warned; ours, started by `python -m`, don't.
+    """
+    hidden = [place for name in NAMES if (place := _claim(name))]
+    if hidden and not _program_is_ours():
+        warnings.warn(
+            f"{', '.join(hidden)}: hidden by megaconv's own {', '.join(NAMES)}; rename what this program imports itself",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _program_is_ours() -> bool:
+    words = sys.orig_argv
+    return "-m" in words and words[words.index("-m") + 1 :][:1] in (["megaconv"], ["megatron_lite"])
+
+
+def _claim(name: str) -> str | None:
+    """Where another package lies that Python would have found before ours, if any."""
+    ours = PathFinder.find_spec(name, [str(_BESIDE)])
+    if ours is None or ours.loader is None:
+        return None  # installed in an unusual way, which has to see to it itself
+    if name in sys.modules:
+        place = _place(sys.modules[name])
+        if place != _origin(ours):
+            raise ImportError(
+                f"{place}: was imported as {name!r}, which megaconv needs for its own {_origin(ours)}; rename the former"
+            )
+        return None
+    first = PathFinder.find_spec(name)
+    module = module_from_spec(ours)
+    sys.modules[name] = module
+    ours.loader.exec_module(module)
+    return None if first is None or _origin(first) == _origin(ours) else _origin(first)
+
+
+def _place(module: ModuleType) -> str:
+    return _origin(module.__spec__) if module.__spec__ else str(getattr(module, "__file__", None) or module)
+
+
+def _origin(spec: ModuleSpec) -> str:
+    """A package's directory, a module's file."""
+    folders = list(spec.submodule_search_locations or ())
+    return str(Path(folders[0] if folders else spec.origin or spec.name).resolve())
