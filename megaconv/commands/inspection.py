@@ -9,7 +9,7 @@ from typing import Any
 from formats.tensor import ITEMSIZE
 from megaconv.engine.conversion import open_source
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header
+from megaconv.model.ir import Header, weight_kinds
 from megaconv.options import LoadOptions
 
 
@@ -60,9 +60,8 @@ class Inspection:
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
         counts: Counter[str] = Counter()
-        for key, info in self.header.manifest.items():
-            if key.slot == WEIGHT:
-                counts[info.dtype] += prod(info.shape)
+        for info, count in weight_kinds(self.header.manifest).items():
+            counts[info.dtype] += count * prod(info.shape)
         return dict(counts.most_common())
 
     def lines(self) -> list[tuple[str, str]]:

@@ -31,8 +31,8 @@ from megaconv.model.table import (
     Transposed,
     evaluate,
     expand,
-    fill,
     layers_of,
+    of_layer,
 )
 
 
@@ -109,9 +109,15 @@ class _Template(NamedTuple):
     each_expert: bool = False
     """Whether there is one for every expert of the rank; otherwise it holds all of them, or the row is of none."""
 
-    def of(self, local_layer: int, layer: int, local_expert: int, expert: int) -> NativeTensor:
-        parts = {fill(name, layer, expert): regions for name, regions in self.native.parts.items()}
-        return NativeTensor(fill(self.native.name, local_layer, local_expert), parts, *self.native[2:])
+    def of(self, local_layer: int, layer: int) -> NativeTensor:
+        """That of one layer; `{e}` is left in names."""
+        parts = {of_layer(name, layer): regions for name, regions in self.native.parts.items()}
+        return NativeTensor(of_layer(self.native.name, local_layer), parts, *self.native[2:])
+
+
+def _of_expert(native: NativeTensor, local: str, expert: str) -> NativeTensor:
+    parts = {name.replace("{e}", expert): regions for name, regions in native.parts.items()}
+    return NativeTensor(native.name.replace("{e}", local), parts, *native[2:])
 
 
 @dataclass(frozen=True)
@@ -137,16 +143,18 @@ class _Rank:
                 what = row.when or "this tensor"
                 raise NotExpressible(f"{row.canonical}: the {self.naming} naming has no words for {what}")
             self.templates[row] = tuple(_templates(row, spelled, self))
-        for template in self.templates[row]:
-            experts = self.experts if template.each_expert else range(1)
-            for local_expert, expert in enumerate(experts):
-                yield template.of(local_layer, layer, local_expert, expert)
+        natives = [template.of(local_layer, layer) for template in self.templates[row]]
+        if self.templates[row][0].each_expert:
+            for local, expert in enumerate(self.experts):
+                yield from (_of_expert(native, str(local), str(expert)) for native in natives)
+        else:
+            yield from natives
 
     def copy(self, row: Row, name: str | None, copy: Copy, number: int = 0) -> NativeTensor:
         """A second copy of a row's tensor. name: its own if None. number: of the layer in its name."""
         spelled = row.spelling(self.naming) if name is None else (Separate(name),)
         (template,) = _templates(row, spelled, self)
-        return template.of(number, 0, 0, 0)._replace(copy=copy)
+        return template.of(number, 0)._replace(copy=copy)
 
     @property
     def experts(self) -> range:
