@@ -4,7 +4,8 @@
 
 Makes each model as sparse files, which hold headers and no weights and take next to no room: as Hugging Face's safetensors,
 as `torch_dist`, and as rank files. Then runs whole cold processes that read no weight: `inspect`, a layout that can't be
-sharded, and dry runs. Reports the median of their seconds and the most memory that any took (its peak resident set).
+sharded, and dry runs. Reports the medians of their seconds and processor seconds, and the most memory that any took (its
+peak resident set).
 """
 
 import argparse
@@ -134,6 +135,7 @@ def make_all(root: Path, model: Model) -> dict[str, Path]:
 
 class Measured(NamedTuple):
     seconds: float
+    processor: float
     peak_mb: float
     status: int
 
@@ -147,7 +149,8 @@ def measure(arguments: list[str]) -> Measured:
     )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return Measured(time.perf_counter() - started, usage.ru_maxrss / 1000, process.returncode)
+    seconds = time.perf_counter() - started
+    return Measured(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000, process.returncode)
 
 
 def commands(made: Mapping[str, Path], model: Model) -> dict[str, list[str]]:
@@ -194,11 +197,13 @@ def main() -> None:
                     sys.exit(f"{' '.join(arguments)}: ended with {runs[0].status}, expected {expected}")
                 found = {
                     "seconds": statistics.median(run.seconds for run in runs),
+                    "processor": statistics.median(run.processor for run in runs),
                     "peak_mb": max(run.peak_mb for run in runs),
                 }
                 results[f"{name}, {command}"] = found
                 if not options.json:
-                    print(f"{name}, {command:<36} {found['seconds']:7.2f} s {found['peak_mb']:7.0f} MB", flush=True)
+                    numbers = f"{found['seconds']:7.2f} s {found['processor']:7.2f} s {found['peak_mb']:7.0f} MB"
+                    print(f"{name + ', ' + command:<48} {numbers}", flush=True)
     if options.json:
         print(json.dumps(results, indent=1))
 
