@@ -14,7 +14,7 @@ from megaconv.hub import resolve
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
-from megaconv.model.ir import WEIGHT, Header
+from megaconv.model.ir import Header, weight_kinds
 from megaconv.options import LoadOptions
 
 
@@ -69,9 +69,8 @@ class Inspection:
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
         counts: Counter[str] = Counter()
-        for key, info in self.header.manifest.items():
-            if key.slot == WEIGHT:
-                counts[info.dtype] += prod(info.shape)
+        for info, count in weight_kinds(self.header.manifest).items():
+            counts[info.dtype] += count * prod(info.shape)
         return dict(counts.most_common())
 
     def lines(self) -> list[tuple[str, str]]:
