@@ -87,6 +87,8 @@ class RunLock:
     def remove(self) -> None:
         """Remove lock and directory, if nothing else is in it, in this order: from the first on it may be another run's."""
         for remove in (self._path.unlink, self._folder.rmdir):
-            with contextlib.suppress(OSError):
-                remove()
+            for _ in range(2):  # an error that comes once is no reason to leave anything
+                with contextlib.suppress(OSError):
+                    remove()
+                    break
         self.release()

@@ -11,8 +11,8 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import UsageError
@@ -63,10 +63,12 @@ def start(parallel: Parallel) -> Place:
         return Place(0, 1, device, None, None)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{parallel.distributed_backend or 'nccl'}"
-    dist.init_process_group(backend, timeout=timeout)
+    met, place, world = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
+    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), met)
+    dist.init_process_group(backend, store=store, rank=place, world_size=world, timeout=timeout)
     saving = dist.new_group(backend="gloo", timeout=timeout)
-    watch = StoreWatch(_store_address(), _end_without_store)
-    return Place(dist.get_rank(), dist.get_world_size(), device, _get_default_store(), saving, watch)
+    return Place(place, world, device, store, saving, StoreWatch(_store_address(), _end_without_store))
 
 
 def _store_address() -> str:

@@ -114,12 +114,15 @@ class Joined(Ranks):
     def _join(self) -> None:
         """Raises CheckpointError when the others don't come."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it prints pages when a rank dies; we say it in a line
+        from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import init_process_group
         from torch.distributed.rendezvous import rendezvous
 
         wait, place = timedelta(seconds=JOIN_SECONDS), (self.rank, self.size)
         try:
-            self._store: Any = next(rendezvous(f"tcp://{self._address}", *place, timeout=wait))[0]
+            store = next(rendezvous(f"tcp://{self._address}", *place, timeout=wait))[0]
+            # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
+            self._store: Any = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             init_process_group("gloo", store=self._store, rank=place[0], world_size=place[1], timeout=wait)
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
