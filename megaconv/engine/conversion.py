@@ -255,6 +255,8 @@ def _convert(
     try:
         with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
+        if ranks.size == 1:  # several ranks may each have read but a part
+            opened.finish_checks()
         opened.require_unchanged()
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits
