@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := megaconv loaders savers formats megatron_lite
 
-.PHONY: demo demo-train test test-slow test-gpu check benchmark clean
+TRUST_SEED ?= 1
+TRUST_JOBS ?= 2
+
+.PHONY: demo demo-train test test-slow test-gpu trust check benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -22,6 +25,11 @@ test-slow: $(VENV)/.tested
 
 test-gpu: $(VENV)/.tested
 	$(BIN)/python -m pytest -m gpu
+
+trust: $(VENV)/.tested
+	$(BIN)/python -m tests.trust --seed $(TRUST_SEED) --jobs $(TRUST_JOBS) --report trust.json \
+	  --kills 2000 --faults 10000 --mutations 20000 --pickles 2500 --archives 1500 --files 1500 --moving 500 \
+	  --fuzz 1000000 --ranks 100 --trainer 50
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -1,13 +1,16 @@
-"""Hugging Face -> Megatron core TP2 PP2, beside `cp` of the same bytes, in one run.
+"""Every direction of `megaconv convert`, each beside `cp` of the same bytes, in turns.
 
-    python benchmarks/convert.py [--layers 22] [--runs 5] [--dir /fast/disk] [--peers] [--json]
+    python benchmarks/convert.py [--layers 22] [--runs 5] [--only NAME ...] [--dir /fast/disk] [--peers] [--json]
 
-Makes a Llama of 1.1 billion random bf16 parameters (2.2 GB), then alternates whole cold processes: `cp` and fsync of
-the copy, and `megaconv convert` (which fsyncs all it writes, and computes checksums and fingerprints). Each starts with
-the source in the page cache, nothing waiting to be written and, as after `pip install`, with its modules compiled; the
-first round warms up and does not count, and every other round goes in the opposite order. Reports median times, the
-median of the ratios to `cp` within a round (so that a disk that slows down for a while does not count), processor seconds,
-and the peak of anonymous memory, sampled from /proc. --peers adds loading and saving by transformers.
+Makes a Llama of 1.1 billion random bf16 parameters (2.2 GB), and from it a Megatron core checkpoint (TP 2, PP 2), one in
+torch_dist (TP 2) and, for the cast, the same model in fp32. Then alternates whole cold processes: `cp` and fsync of the
+copy, and a conversion (which computes checksums and fingerprints, and fsyncs all it writes). The cast is compared with `cp`
+of the larger side, its output. Each starts with its source in the page cache, nothing waiting to be written and, as after
+`pip install`, with its modules compiled; the first round warms up and measures memory, and every other round has `cp` last.
+
+Reports the median time of each, the median of the ratios to the `cp` beside it (so that a disk that slows down for a while
+does not count), processor seconds, and the peak of anonymous memory, sampled from /proc. --peers adds loading and saving
+by transformers.
 """
 
 import argparse
@@ -113,59 +116,100 @@ def peak_memory(command: list[str]) -> int:
     return peak
 
 
-def one_round(out: Path, commands: dict[str, list[str]], *, backwards: bool) -> dict[str, tuple[float, float]]:
-    """Each command once, with a disk that has nothing else to do."""
+LAYOUT = ["--tp", "2", "--pp", "2"]
+DIRECTIONS = {
+    "hf -> core": ["hf", "--saver", "core", *LAYOUT],
+    "core -> hf": ["core", "--saver", "hf"],
+    "core -> core": ["core", "--saver", "core", "--tp", "4", "--pp", "1"],
+    "hf -> torch_dist": ["hf", "--saver", "core", "--ckpt-format", "torch_dist", "--tp", "2"],
+    "torch_dist -> hf": ["torch_dist", "--saver", "hf"],
+    "torch_dist -> torch": ["torch_dist", "--saver", "core", "--ckpt-format", "torch", *LAYOUT],
+    "bf16 -> fp32": ["hf", "--saver", "core", "--dtype", "fp32", *LAYOUT],
+    "hf -> core, --verify": ["hf", "--saver", "core", "--verify", *LAYOUT],
+}
+"""Name -> what is read, and the options."""
+
+
+def conversion(work: Path, source: str, *options: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "megaconv",
+        "convert",
+        "--load-dir",
+        str(work / source),
+        "--save-dir",
+        str(work / "out"),
+        *options,
+    ]
+
+
+def prepare(work: Path, layers: int, names: list[str]) -> int:
+    """Make everything that these directions read or compare with; returns the bytes of the model."""
+    size = make_model(work / "hf", layers)
+    made = {
+        "core": ["--saver", "core", *LAYOUT],
+        "torch_dist": ["--saver", "core", "--ckpt-format", "torch_dist", "--tp", "2"],
+        "fp32": ["--saver", "hf", "--dtype", "fp32"],
+    }
+    for place in {DIRECTIONS[name][0] for name in names} | {compared_with(name) for name in names} - {"hf"}:
+        if place in made:
+            run(conversion(work, "hf", *made[place]))
+            (work / "out").rename(work / place)
+    return size
+
+
+def compared_with(name: str) -> str:
+    """What `cp` copies: as many bytes as the larger of input and output."""
+    return "fp32" if "fp32" in name else DIRECTIONS[name][0]
+
+
+def one_pair(work: Path, copy: list[str], command: list[str], *, copy_last: bool) -> list[tuple[float, float]]:
+    """(seconds, processor seconds) of the copy and of the command, with a disk that has nothing else to do."""
+    pair = {0: copy, 1: command}
     times = {}
-    for name in reversed(commands) if backwards else commands:
+    for number in sorted(pair, reverse=copy_last):
         os.sync()
         time.sleep(0.5)
-        times[name] = run(commands[name])
-        shutil.rmtree(out)
-    return times
-
-
-def measure(work: Path, layers: int, runs: int, peers: bool) -> dict[str, object]:
-    source = work / "model"
-    size = make_model(source, layers)
-    megaconv = shutil.which("megaconv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if megaconv is None:
-        sys.exit("megaconv is not installed beside this Python; pip install -e . first")
-    commands = {
-        "cp + fsync": ["sh", "-c", COPY.format(source=source, target=work / "out")],
-        "megaconv hf -> core TP2 PP2": [
-            megaconv,
-            "convert",
-            "--load-dir",
-            str(source),
-            "--saver",
-            "core",
-            "--save-dir",
-            str(work / "out"),
-            "--tp",
-            "2",
-            "--pp",
-            "2",
-        ],
-    }
-    if peers:
-        commands["transformers load + save"] = [sys.executable, "-c", TRANSFORMERS, str(source), str(work / "out")]
-    rounds = [one_round(work / "out", commands, backwards=bool(number % 2)) for number in range(runs + 1)][1:]
-    rows = {}
-    for name, command in commands.items():
-        times = [times[name][0] for times in rounds]
-        rows[name] = {
-            "median_s": round(statistics.median(times), 3),
-            "ratio_to_cp": round(statistics.median(times[name][0] / times["cp + fsync"][0] for times in rounds), 3),
-            "processor_s": round(statistics.median(times[name][1] for times in rounds), 3),
-            "peak_anonymous_mb": round(peak_memory(command) / 1e6, 1),
-            "all_s": [round(seconds, 3) for seconds in times],
-        }
+        times[number] = run(pair[number])
         shutil.rmtree(work / "out")
+    return [times[0], times[1]]
+
+
+def measure(work: Path, layers: int, runs: int, names: list[str], peers: bool) -> dict[str, object]:
+    size = prepare(work, layers, names)
+    commands = {name: conversion(work, *DIRECTIONS[name]) for name in names}
+    if peers:
+        commands["transformers load + save"] = [sys.executable, "-c", TRANSFORMERS, str(work / "hf"), str(work / "out")]
+    memory: dict[str, int] = {}
+    pairs: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in commands}
+    for number in range(runs + 1):
+        for name, command in commands.items():
+            if not number:
+                memory[name] = peak_memory(command)
+                shutil.rmtree(work / "out")
+                continue
+            source = work / (compared_with(name) if name in DIRECTIONS else "hf")
+            copy = ["sh", "-c", COPY.format(source=source, target=work / "out")]
+            pairs[name].append(one_pair(work, copy, command, copy_last=not number % 2))
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "bytes": size,
         "layers": layers,
-        "results": rows,
+        "runs": runs,
+        "results": {name: summary(pairs[name], memory[name]) for name in commands},
+    }
+
+
+def summary(pairs: list[list[tuple[float, float]]], memory: int) -> dict[str, object]:
+    ratios = [ours / copy for (copy, _), (ours, _) in pairs]
+    return {
+        "median_s": round(statistics.median(ours for _, (ours, _) in pairs), 3),
+        "cp_median_s": round(statistics.median(copy for (copy, _), _ in pairs), 3),
+        "ratio_to_cp": round(statistics.median(ratios), 3),
+        "all_ratios": [round(ratio, 2) for ratio in ratios],
+        "processor_s": round(statistics.median(processor for _, (_, processor) in pairs), 3),
+        "peak_anonymous_mb": round(memory / 1e6, 1),
     }
 
 
@@ -173,20 +217,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--only", action="append", choices=list(DIRECTIONS), help="this direction alone; may be repeated"
+    )
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        found = measure(Path(folder), args.layers, args.runs, args.peers)
+        found = measure(Path(folder), args.layers, args.runs, args.only or list(DIRECTIONS), args.peers)
     if args.json:
         print(json.dumps(found, indent=1))
         return
     print(f"{found['machine']}; {found['bytes']:,} bytes, {args.runs} runs")
+    print(f"{'':<26} {'cp':>8} {'megaconv':>8} {'processors':>10} {'ratio':>6} {'memory':>10}")
     for name, row in found["results"].items():  # type: ignore[attr-defined]
-        memory = f"peak anonymous {row['peak_anonymous_mb']:>7.1f} MB"
-        times = f"{row['median_s']:>7.2f} s ({row['processor_s']:.2f} s of processors)"
-        print(f"{name:<30} {times}   {row['ratio_to_cp']:>5.2f} x cp   {memory}   {row['all_s']}")
+        times = f"{row['cp_median_s']:>6.2f} s {row['median_s']:>6.2f} s {row['processor_s']:>8.2f} s"
+        print(
+            f"{name:<26} {times} {row['ratio_to_cp']:>6.2f} {row['peak_anonymous_mb']:>7.1f} MB   {row['all_ratios']}"
+        )
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats import pickle_guard
+from formats.ceilings import PICKLE_BYTES
 from formats.chunked import require_cover
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.pickle_records import Opaque, TorchDtype
 from formats.pickle_writer import dumps
-from formats.tensor import ITEMSIZE, Shape
+from formats.regular_files import read_small
+from formats.tensor import ITEMSIZE, Shape, as_shape
 
 METADATA_NAME = ".metadata"
 
@@ -70,11 +72,7 @@ class DcpMetadata:
 
 def read(path: Path) -> DcpMetadata:
     """Raises CorruptCheckpoint for chunks that don't cover their tensor exactly once, UnsafeContent for a path elsewhere."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
-    top = pickle_guard.load(content, source=str(path))
+    top = pickle_guard.load(read_small(path, PICKLE_BYTES), source=str(path))
     try:
         return _parse(path, _attributes(top))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -139,9 +137,9 @@ def _tensor(
 
 
 def _shape(value: object) -> Shape:
-    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
+    if not isinstance(value, tuple):
         raise ValueError(f"{value!r:.80} is no shape")
-    return value
+    return as_shape(value)
 
 
 # Writing.

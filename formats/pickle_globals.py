@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from formats.ceilings import AXES, AXIS
 from formats.pickle_records import (
     STORAGE_DTYPES,
     Global,
@@ -51,6 +52,15 @@ _HARMLESS = {
     "uuid": {"UUID"},
 }  # fmt: skip
 """Classes of the standard library that may become Opaque records."""
+
+_ORDINARY = re.compile(
+    r"""torch\.(device|Generator|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
+    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh))\.([a-z_]\w*\.)*_?[A-Z]\w*
+    |numpy\.random\._pickle\.__\w+_ctor|numpy\.random\.([a-z_]\w*\.)*[A-Z]\w*|numpy\.dtypes\.\w+|numpy\.ma\.core\._mareconstruct
+    |torch\.distributed\.checkpoint\.metadata\._MEM_FORMAT_ENCODING""",
+    re.VERBOSE,
+)
+"""What checkpoints have of torch and numpy: functions by name, classes of some modules."""
 
 _DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d+\w*")
 _NUMPY_CODE = re.compile(r"[?b]|b1|[iu][1248]|f[248]|c(8|16)|[SUV]\d{1,4}")
@@ -100,6 +110,12 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     raise UnsafeCallError(f"asks to call {what}; this is not a checkpoint but a program, nothing was executed")
 
 
+def is_unusual(record: Opaque) -> bool:
+    """Whether an object is made by something of torch or numpy that no checkpoint is known to need: it may be meant to run code."""
+    name = f"{record.module}.{record.name}"
+    return name.startswith(("torch.", "numpy.")) and _ORDINARY.fullmatch(name) is None
+
+
 def build(target: object, state: object) -> None:
     """Give an object its attributes."""
     if type(target) is Opaque:
@@ -141,10 +157,10 @@ def _tuple(value: object) -> tuple[object, ...]:
 
 def _naturals(values: object) -> Shape:
     sizes = _tuple(values)
-    if len(sizes) > 64:
-        raise MalformedError("a shape of more than 64 axes")
+    if len(sizes) > AXES:
+        raise MalformedError(f"a shape of more than {AXES} axes")
     for size in sizes:
-        if type(size) is not int or not 0 <= size < 1 << 63:
+        if type(size) is not int or not 0 <= size < AXIS:
             raise MalformedError("a shape, stride or offset that is not made of natural numbers")
     return cast(Shape, sizes)
 

@@ -1,5 +1,6 @@
 """Reads pickles without running anything in them, into plain values and inert records."""
 
+import logging
 import struct
 from argparse import Namespace
 from collections.abc import Collection
@@ -14,6 +15,8 @@ from formats.pickle_records import Global, NumpyArray, NumpyDtype, Opaque, Stora
 __all__ = [
     "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "load", "load_at",
 ]  # fmt: skip
+
+_log = logging.getLogger("megaconv")
 
 LIMIT_DEPTH = 100
 """Containers within containers."""
@@ -37,7 +40,8 @@ def load(
     The result can be walked by recursion: lists, tuples, dicts and namespaces are at most LIMIT_DEPTH deep and hold no
     cycles (what is in an Opaque may).
 
-    Raises CorruptCheckpoint for bytes that are no pickle, and UnsafeContent for a pickle that asks to run code.
+    Raises CorruptCheckpoint for bytes that are no pickle, and UnsafeContent for a pickle that asks to run code. What it asks for under
+    torch's or numpy's names becomes Opaque; a warning names what no checkpoint is known to need.
     """
     value, end = load_at(data, 0, persistent, source, tensor)
     if end != len(data):
@@ -60,6 +64,12 @@ def load_at(
         raise CorruptCheckpoint(
             f"{source}: a broken pickle near byte {machine.position}: {reason}; copy or save the file again"
         ) from error
+    for name in sorted(machine.unusual):
+        _log.warning(
+            "%s: asks to call %s, which no checkpoint needs; it was not called, and what it should make is left out",
+            source,
+            name,
+        )
     return value, machine.position
 
 
@@ -73,7 +83,8 @@ def _as_it_is(record: TensorRecord) -> object:
 
 def _check_tree(root: object, limit: int) -> None:
     """Refuse cycles, too many levels, and shared parts that multiply to more than `limit` values when walked."""
-    sizes: dict[int, tuple[int, int]] = {}  # (levels, values) of each container by identity, once those below are known
+    # (levels, values) of each container that holds others, by identity, once those below are known
+    sizes: dict[int, tuple[int, int]] = {}
     path, on_path = [root], set[int]()
     while path:
         node = path[-1]
@@ -81,7 +92,7 @@ def _check_tree(root: object, limit: int) -> None:
             path.pop()
             continue
         parts = _parts(node)
-        inner = [part for part in parts if type(part) in _CONTAINERS]
+        inner = [part for part in parts if type(part) in _CONTAINERS and _holds_containers(part)]
         if id(node) not in on_path:
             on_path.add(id(node))
             if len(on_path) > LIMIT_DEPTH:
@@ -90,7 +101,11 @@ def _check_tree(root: object, limit: int) -> None:
                 raise MalformedError("a container that contains itself")
             path += inner
             continue
-        below = [sizes[id(part)] for part in inner]
+        below = [
+            sizes[id(part)] if id(part) in sizes else (1, len(_parts(part)))
+            for part in parts
+            if type(part) in _CONTAINERS
+        ]
         levels = 1 + max((levels for levels, _ in below), default=0)
         values = len(parts) + sum(values for _, values in below)
         if levels > LIMIT_DEPTH or values > limit:
@@ -100,6 +115,10 @@ def _check_tree(root: object, limit: int) -> None:
 
 
 _CONTAINERS = (dict, list, tuple, Namespace)
+
+
+def _holds_containers(node: object) -> bool:
+    return any(type(part) in _CONTAINERS for part in _parts(node))
 
 
 def _parts(node: object) -> Collection[object]:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from mmap import mmap
 from struct import Struct
 
-from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key
+from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
+from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
-
-LIMIT_BYTES = 512 << 20
-"""No pickle may be longer: the tensors lie outside."""
 
 
 class Machine:
@@ -23,13 +21,15 @@ class Machine:
     def __init__(self, data: bytes | mmap, offset: int, persistent: PersistentHook, tensor: TensorHook) -> None:
         self.data = data
         self.start = self.position = offset
-        self.end = min(len(data), offset + LIMIT_BYTES)
+        self.end = min(len(data), offset + PICKLE_BYTES)
         self.persistent = persistent
         self.tensor = tensor
         self.stack: list[object] = []
         self.below: list[list[object]] = []
         self.memo: dict[int, object] = {}
-        self.copied = 0
+        self.copied = self.made = 0
+        self.unusual: set[str] = set()
+        """What was asked for under torch's or numpy's names and is no part of any checkpoint."""
 
     def take(self, count: int) -> bytes:
         start, self.position = self.position, self.position + count
@@ -48,6 +48,16 @@ class Machine:
         self.position += 1
         return content
 
+    def make(self, count: int = 1) -> None:
+        """Called before a container or an object is made; count: as how many it counts. Raises MalformedError for one too many."""
+        self.made += count
+        if self.made > self.most():
+            raise MalformedError("it has more values than its length allows")
+
+    def most(self) -> int:
+        """Containers that may be there by now, and entries of the memo."""
+        return PICKLE_VALUES + (self.position - self.start) // PICKLE_VALUE_BYTES
+
     def to_mark(self) -> list[object]:
         items, self.stack = self.stack, self.below.pop()
         return items
@@ -56,7 +66,11 @@ class Machine:
         if not isinstance(args, tuple):
             raise MalformedError("a call without a tuple of arguments")
         self.count_copies(args)
-        self.stack.append(call(function, args, self.tensor))
+        self.make()
+        made = call(function, args, self.tensor)
+        if type(made) is Opaque and is_unusual(made):
+            self.unusual.add(f"{made.module}.{made.name}")
+        self.stack.append(made)
 
     def build(self, target: object, state: object) -> None:
         self.count_copies((state,))

@@ -6,8 +6,9 @@ What each one does, and which bytes follow it, is described in CPython's picklet
 from collections.abc import Callable
 from struct import Struct
 
+from formats.ceilings import PICKLE_BYTES
 from formats.pickle_globals import MalformedError, UnsafeCallError, check_key, resolve
-from formats.pickle_machine import LIMIT_BYTES, Machine
+from formats.pickle_machine import Machine
 
 Handler = Callable[[Machine], None]
 _U1, _U2, _U4, _U8, _I4, _F8 = Struct("<B"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
@@ -36,11 +37,13 @@ def run(machine: Machine) -> object:
             machine.position = position + 5
         elif code == _MEMOIZE:
             memo[len(memo)] = machine.stack[-1]
+            if len(memo) > machine.most():
+                raise MalformedError("it refers back to more values than its length allows")
         elif code == _STOP:
             return machine.stack.pop()
         else:
             _HANDLERS[code](machine)
-    raise MalformedError("it ends too early" if end == len(data) else f"it is longer than {LIMIT_BYTES} bytes")
+    raise MalformedError("it ends too early" if end == len(data) else f"it is longer than {PICKLE_BYTES} bytes")
 
 
 def _constant(value: object) -> Handler:
@@ -48,7 +51,13 @@ def _constant(value: object) -> Handler:
 
 
 def _new(kind: Callable[[], object]) -> Handler:
-    return lambda m: m.stack.append(kind())
+    cost = 3 if kind is set else 1  # an empty set takes three times the memory of others
+
+    def push(m: Machine) -> None:
+        m.make(cost)
+        m.stack.append(kind())
+
+    return push
 
 
 def _number(layout: Struct) -> Handler:
@@ -90,6 +99,7 @@ def _get(layout: Struct) -> Handler:
 
 def _last(count: int) -> Handler:
     def push(m: Machine) -> None:
+        m.make()
         m.stack[-count:] = [_exactly(count, m.stack[-count:])]
 
     return push
@@ -102,6 +112,7 @@ def _exactly(count: int, values: list[object]) -> tuple[object, ...]:
 
 
 def _mark(m: Machine) -> None:
+    m.make()
     m.below.append(m.stack)
     m.stack = []
 
@@ -260,7 +271,7 @@ _OPCODES: dict[bytes, Handler] = {
     b"S": _line(_quoted_line), b"V": _line(_unicode_line),
     b"X": _text(_U4), b"\x8c": _text(_U1), b"\x8d": _text(_U8), b"U": _text(_U1), b"T": _text(_I4),
     b"C": _blob(_U1), b"B": _blob(_U4), b"\x8e": _blob(_U8), b"\x96": _blob(_U8),
-    b"]": _new(list), b"}": _new(dict), b")": _new(tuple), b"\x8f": _new(set),
+    b"]": _new(list), b"}": _new(dict), b")": _constant(()), b"\x8f": _new(set),
     b"t": _collect(tuple), b"l": _collect(list), b"d": _collect(_dict), b"\x91": _collect(_frozenset),
     b"\x85": _last(1), b"\x86": _last(2), b"\x87": _last(3),
     b"a": _append, b"e": _appends, b"s": _set_item, b"u": _set_items, b"\x90": _add_items,

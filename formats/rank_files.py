@@ -12,7 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from formats.ceilings import TRACKER_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.opened import unnoted
+from formats.regular_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
@@ -38,6 +41,11 @@ def iteration_directory(iteration: int | None) -> str:
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
+def is_version(name: str) -> bool:
+    """Whether a directory is called as one iteration is."""
+    return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
+
+
 def rank_directory(tp_rank: int, pp_rank: int, ep_rank: int, pp: int, ep: int) -> str:
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
@@ -51,7 +59,8 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        word = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        with unnoted():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
+            word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
@@ -62,11 +71,7 @@ def find_version(path: Path) -> Path | None:
         return version
     if _rank_directories(path):
         return path
-    versions = [
-        entry
-        for entry in path.iterdir()
-        if entry.is_dir() and (entry.name == RELEASE or re.fullmatch(r"iter_\d{7,}", entry.name))
-    ]
+    versions = [entry for entry in path.iterdir() if entry.is_dir() and is_version(entry.name)]
     return versions[0] if len(versions) == 1 else None
 
 

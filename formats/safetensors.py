@@ -13,12 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats.ceilings import HEADER_BYTES, INDEX_BYTES
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.output import Record
-from formats.tensor import ITEMSIZE, FileTensor, InputFile, Shape, byte_count
-
-MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library accepts."""
+from formats.regular_files import parse_json, read_json
+from formats.tensor import ITEMSIZE, FileTensor, InputFile, Shape, as_shape, byte_count
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
@@ -51,11 +50,15 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _header(file: InputFile) -> tuple[dict[str, Any], int]:
     """(the JSON header, its length)."""
     length = int.from_bytes(file.read(0, 8), "little")
-    if length > MAX_HEADER_BYTES or 8 + length > file.size:
+    if 8 + length > file.size:
         if file.read(0, min(file.size, 20)).startswith(b"version https://git"):
             raise ValueError("it is a Git LFS pointer; run `git lfs pull` to get the file itself")
         raise ValueError(f"a header of {length} bytes was announced, the file has {file.size}; is it complete?")
-    header: dict[str, Any] = json.loads(file.read(8, length), object_pairs_hook=_unique)
+    if length > HEADER_BYTES:
+        raise ValueError(
+            f"a header of {length:,} bytes; {HEADER_BYTES:,} are read, share the tensors out over more files"
+        )
+    header: dict[str, Any] = parse_json(file.read(8, length), object_pairs_hook=_unique)
     return header, length
 
 
@@ -74,12 +77,10 @@ def _parse(file: InputFile) -> dict[str, FileTensor]:
 
 
 def _tensor(file: InputFile, start: int, name: str, entry: Mapping[str, Any]) -> FileTensor:
-    begin, end = entry["data_offsets"]
-    shape, dtype = tuple(entry["shape"]), DTYPES.get(entry["dtype"])
+    begin, end = as_shape(entry["data_offsets"])
+    shape, dtype = as_shape(entry["shape"]), DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{name}: dtype {entry['dtype']!r} is not known")
-    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
-        raise ValueError(f"{name}: sizes and offsets have to be non-negative numbers")
     if end - begin != prod(shape) * ITEMSIZE[dtype]:
         raise ValueError(f"{name}: {list(shape)} of {entry['dtype']} doesn't fill bytes {begin} to {end}")
     return FileTensor(file, start + begin, shape, dtype)
@@ -95,9 +96,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, str]:
     """tensor name -> file name, of an index file. File names that leave the directory raise UnsafeContent."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path, INDEX_BYTES)["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(
             f"{path}: is not a valid index (expected an object with weight_map): {error}"
         ) from error

@@ -6,14 +6,14 @@
 Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py of torch 2.13.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from formats import safetensors
 from formats.chunked import Chunk, ChunkedTensor, require_cover
 from formats.errors import CorruptCheckpoint
-from formats.tensor import FileTensor, Shape
+from formats.regular_files import parse_json
+from formats.tensor import FileTensor, Shape, as_shape
 
 _FILES = "shard-*-model-*.safetensors"
 _INFO = "DCP_SHARDING_INFO"
@@ -47,10 +47,8 @@ def read(directory: Path) -> dict[str, ChunkedTensor]:
 
 def _offsets(path: Path) -> dict[str, Shape]:
     try:
-        said = json.loads(safetensors.read_metadata(path)[_INFO])
-        found = {name: tuple(entry["saved_offsets"]) for name, entry in said.items()}
-        if not all(type(first) is int and first >= 0 for offset in found.values() for first in offset):
-            raise ValueError("offsets have to be non-negative numbers")
+        said = parse_json(safetensors.read_metadata(path)[_INFO].encode())
+        found = {name: as_shape(entry["saved_offsets"]) for name, entry in said.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: has no valid {_INFO} ({error}); save the checkpoint again") from error
     return found

@@ -1,30 +1,47 @@
 """All or nothing: an output is written beside its target and appears there by one rename, after everything is on disk.
 
 .ckpt.megaconv-partial/          beside the target `ckpt`
+    lock                         held by the run that writes here
     journal.jsonl                what has been finished, for a run that is resumed
     journal-1.jsonl …            the same of other processes that write files of this output
     data/                        becomes `ckpt`
+    replaced/                    what was `ckpt`, on its way out where names can't be exchanged
+
+A commit is these steps, in this order:
+
+1. Files and directories are brought to disk, and the files closed.
+2. From here on signals wait.
+3. The journals are removed, and that is brought to disk: what they vouch for is about to leave `data`.
+4. `data` takes the place of `ckpt` (formats/renames.py), and that is brought to disk.
+5. The staging directory is removed, with the former output that is in it now.
+
+A run that is killed before step 4 leaves what was there before, and one that is killed after it the new output; whatever
+the staging directory then holds the next run puts back or removes.
 """
 
 import contextlib
 import ctypes
 import errno
-import fcntl
-import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from stat import S_ISREG
+from threading import Lock
+from typing import Any
 
-from formats.errors import CheckpointError, NotEnoughSpace, TargetExists
+from formats import run_lock, signals
+from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
+from formats.journal import Journal
+from formats.renames import NotPutBack, appear, put_back, replace, sync_directory
+from formats.run_lock import RunLock
 from formats.tensor import Bytes
 
 _SUFFIX = ".megaconv-partial"
-_AT_FDCWD, _RENAME_EXCHANGE, _SYNC_FILE_RANGE_WRITE = -100, 2, 2
-_libc = ctypes.CDLL(None, use_errno=True)
-_sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux alone has these two
-_renameat2 = getattr(_libc, "renameat2", None)
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)  # Linux alone has it
+_log = logging.getLogger("megaconv")
 
 
 def _explain(error: OSError, path: Path) -> CheckpointError:
@@ -32,7 +49,9 @@ def _explain(error: OSError, path: Path) -> CheckpointError:
         return NotEnoughSpace(
             f"{path}: the disk is full; free some space or choose another place, nothing was left behind"
         )
-    return CheckpointError(f"{path}: can't be written: {error.strerror}")
+    if error.errno == errno.ELOOP:
+        return UnsafeContent(f"{path}: is a link, which an output is never written through; remove it")
+    return CheckpointError(f"{path}: can't be written: {error.strerror or error}")
 
 
 class StagedFile:
@@ -40,16 +59,18 @@ class StagedFile:
 
     def __init__(self, path: Path, size: int, *, keep: bool) -> None:
         self.path = path
+        self._writing = Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if keep else os.O_TRUNC)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if keep else os.O_TRUNC)
             self._descriptor = os.open(path, flags, 0o666)
         except OSError as error:
             raise _explain(error, path) from error
         try:
             self._allocate(size)
         except OSError as error:
-            self.close()
+            with contextlib.suppress(CheckpointError):
+                self.close()
             raise _explain(error, path) from error
 
     def _allocate(self, size: int) -> None:
@@ -69,9 +90,11 @@ class StagedFile:
         view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
         start, length = offset, len(view)
         try:
-            while view:
-                count = os.pwrite(self._descriptor, view, offset)
-                view, offset = view[count:], offset + count
+            # The kernel lets one thread at a time write a file and has others spin; here they sleep, and free a processor.
+            with self._writing:
+                while view:
+                    count = os.pwrite(self._descriptor, view, offset)
+                    view, offset = view[count:], offset + count
         except OSError as error:
             raise _explain(error, self.path) from error
         if _sync_file_range is not None and length >= 1 << 16:
@@ -85,7 +108,13 @@ class StagedFile:
             raise _explain(error, self.path) from error
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """May be called again, also after it failed: then the descriptor is another file's."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                raise _explain(error, self.path) from error
 
 
 class Staging:
@@ -94,18 +123,29 @@ class Staging:
     def __init__(self, target: Path, *, overwrite: bool = False, member: int = 0) -> None:
         """Raises TargetExists when something other than an empty directory is there and overwrite is not given.
 
+        overwrite: what is there now is replaced; what somebody else puts there later is not.
         member: which of the processes that write this output together. Number 0 opens before the others and commits
-        after them; the others sync() and keep() what they have written.
+        after them; the others finish() and keep() what they have written.
         """
-        self.target = Path(os.path.realpath(target))
-        if not overwrite and _occupied(self.target):
-            raise TargetExists(f"{target}: already exists; choose another place, or give --overwrite to replace it")
+        self.target, self._named = Path(os.path.realpath(target)), target
+        self.committed = False
+        """Whether the output has taken its place."""
         self._overwrite, self._member = overwrite, member
+        self._former = _occupant(self.target)
+        self._require_free()
         self.root = self.target.parent / f".{self.target.name}{_SUFFIX}"
-        self.data = self.root / "data"
+        self.data, self._aside = self.root / "data", self.root / "replaced"
         self._files: list[StagedFile] = []
-        self._lock: int | None = None
-        self._journal: BinaryIO | None = None
+        self._lock = RunLock(self.root)
+        self._journal = Journal(self.root / (f"journal-{member}.jsonl" if member else "journal.jsonl"))
+        self._joined = False
+
+    def _require_free(self) -> None:
+        occupant = _occupant(self.target)
+        if occupant is None or (self._overwrite and occupant == self._former):
+            return
+        what = "was put there meanwhile" if self._overwrite else "already exists"
+        raise TargetExists(f"{self._named}: {what}; choose another place, or give --overwrite to replace it")
 
     def open(self, plan_id: str, *, resume: bool, sizes: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
         """Make the directory, or take over what an interrupted run of the same plan left; returns its journal's entries.
@@ -115,39 +155,45 @@ class Staging:
         """
         try:
             if not self._member:
-                self.root.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
+                self._lock.take()
+                self._recover()
+                self._require_free()
+            self._joined = True
             return self._take_over(plan_id, resume, sizes or {})
+        except NotPutBack as error:
+            self.keep()
+            raise CheckpointError(
+                f"{self.target}: can't be put back after an interrupted run: {error.strerror}"
+            ) from error
         except BlockingIOError:
             raise TargetExists(f"{self.target}: another run is writing it just now", code="target-busy") from None
         except OSError as error:
             raise _explain(error, self.root) from error
 
-    def _take_lock(self) -> None:
-        """Raises BlockingIOError when somebody has it."""
-        self._lock = os.open(self.root, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._release()
-            raise
+    def _recover(self) -> None:
+        """Put back what a run that was killed while it replaced it had moved aside."""
+        if put_back(self.data, self.target, self._aside):
+            self._former = _occupant(self.target)
+            _log.warning("%s: was put back, as it was before an interrupted run began to replace it", self.target)
 
     def _take_over(self, plan_id: str, resume: bool, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-        path = self.root / (f"journal-{self._member}.jsonl" if self._member else "journal.jsonl")
-        entries, valid_bytes = _read_journal(path) if resume else ([], 0)
-        whole = all(
-            (self.data / name).is_file() and (self.data / name).stat().st_size == size for name, size in sizes.items()
-        )
-        if not entries or entries[0].get("plan") != plan_id or (len(entries) > 1 and not whole):
-            entries, valid_bytes = [], 0
-            for old in () if self._member else self.root.iterdir():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        entries = self._journal.read() if resume else []
+        if not entries or entries[0].get("plan") != plan_id or not self._is_sound(sizes if len(entries) > 1 else {}):
+            entries = []
+            if not self._member:
+                self._clear()
         self.data.mkdir(exist_ok=True)
-        self._journal = path.open("ab")
-        self._journal.truncate(valid_bytes)  # without the line that the interrupted run was writing
+        self._journal.open(keep=bool(entries))
         if not entries:
             self.record([{"plan": plan_id}])
         return entries[1:]
+
+    def _is_sound(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the files are there in their sizes, and nothing is a link to somewhere else."""
+        for place, folders, files in os.walk(self.root):
+            if any(Path(place, name).is_symlink() for name in (*folders, *files)):
+                return False
+        return all(_is_file_of(self.data / name, size) for name, size in sizes.items())
 
     def file(self, name: str, size: int, *, keep: bool = False) -> StagedFile:
         """A new file of the output; keep: what an earlier run wrote in it stays."""
@@ -157,92 +203,101 @@ class Staging:
 
     def record(self, entries: list[dict[str, Any]]) -> None:
         """Append to the journal. What an entry vouches for has to be on disk before."""
-        assert self._journal is not None
         try:
-            self._journal.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
-            self._journal.flush()
-            os.fsync(self._journal.fileno())
+            self._journal.append(entries)
         except OSError as error:
             raise _explain(error, self.root) from error
 
-    def sync(self) -> None:
-        """Bring this process's files to disk."""
+    def finish(self) -> None:
+        """Bring this process's files to disk and close them: nothing is written any more."""
         for file in self._files:
             file.sync()
+        for file in self._files:
+            file.close()
+        self._close()
 
     def commit(self) -> None:
-        """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched."""
-        self.sync()
-        try:
+        """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched.
+
+        A signal that comes too late to end it is delivered when all is done; `committed` then is true.
+        """
+        self.finish()
+        with self._explained():
             for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
                 sync_directory(directory)
             sync_directory(self.data)
-            self._appear()
+        with signals.held(), self._explained():
+            self._remove_journals()
+            self._take_place()
+            self.committed = True
+            self.discard()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except NotPutBack as error:
+            self.keep()
+            raise CheckpointError(f"{self.target}: can't be replaced: {error.strerror}") from error
         except OSError as error:
             raise _explain(error, self.target) from error
-        self.discard()
 
-    def _appear(self) -> None:
-        """Each way in one step that is taken back when the directory can't be brought to disk."""
-        if not _occupied(self.target):
-            was_there = self.target.exists()
-            self.data.rename(self.target)  # replaces an empty directory too
-            try:
-                sync_directory(self.target.parent)
-            except OSError:
-                self.target.rename(self.data)
-                if was_there:
-                    self.target.mkdir()
-                raise
-        elif not self._overwrite:
-            raise TargetExists(
-                f"{self.target}: already exists by now; choose another place, or give --overwrite to replace it"
-            )
-        elif _exchange(self.data, self.target):
-            try:
-                sync_directory(self.target.parent)
-            except OSError:
-                _exchange(self.data, self.target)
-                raise
+    def _remove_journals(self) -> None:
+        for journal in self.root.glob("journal*.jsonl"):
+            journal.unlink()
+        sync_directory(self.root)
+
+    def _take_place(self) -> None:
+        self._require_free()
+        if _occupant(self.target) is None:
+            appear(self.data, self.target)
         else:
-            aside = self.target.with_name(f".{self.target.name}.megaconv-replaced")
-            self.target.rename(aside)
-            try:
-                self.data.rename(self.target)
-            except OSError:
-                aside.rename(self.target)
-                raise
-            sync_directory(self.target.parent)
-            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+            replace(self.data, self.target, self._aside)
 
     def discard(self) -> None:
         """Remove the staging directory and all that is in it, unless it is another run's, or member 0 is there to do it."""
-        joined = self._journal is not None
         self._close()
-        if joined and self._member:
-            with contextlib.suppress(OSError):
-                self._take_lock()  # member 0 has gone without removing it
-        if self._lock is not None:
-            shutil.rmtree(self.root, ignore_errors=True)
-        self._release()
+        if self._lock.is_held or (self._member and self._joined and self._lock.take_over()):
+            self._remove()
+        self._leave()
 
     def keep(self) -> None:
         """Leave the staging directory to a run that resumes, or to member 0."""
         self._close()
-        self._release()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._joined = False
+        self._lock.release()
 
     def _close(self) -> None:
+        """Errors don't count: what has to be on disk is there."""
         for file in self._files:
-            file.close()
+            with contextlib.suppress(CheckpointError):
+                file.close()
         self._files.clear()
-        if self._journal is not None:
+        with contextlib.suppress(OSError):
             self._journal.close()
-            self._journal = None
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def _remove(self) -> None:
+        try:
+            put_back(self.data, self.target, self._aside)
+            try:
+                self._clear()
+            except OSError:  # one that comes once is no reason to leave anything
+                self._clear()
+        except OSError as error:
+            _log.warning("%s: can't be removed: %s; the next run on %s does", self.root, error.strerror, self.target)
+        else:
+            self._lock.remove()
+
+    def _clear(self) -> None:
+        """Remove all but the lock."""
+        for old in self.root.iterdir():
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            elif old.name != run_lock.NAME:
+                old.unlink()
 
     def require_space(self, size: int) -> None:
         """Raises NotEnoughSpace when the file system has less than size bytes free."""
@@ -254,37 +309,17 @@ class Staging:
             )
 
 
-def _exchange(left: Path, right: Path) -> bool:
-    """Swap two names in one step; False where system or file system can't."""
-    if _renameat2 is None:
-        return False
-    return not _renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE)
+def _occupant(target: Path) -> tuple[int, int] | None:
+    """What is there: None for nothing and for an empty directory, where an output may appear."""
+    if any(target.iterdir()) if target.is_dir() else target.exists():
+        status = target.stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
-def _occupied(target: Path) -> bool:
-    return any(target.iterdir()) if target.is_dir() else target.exists()
-
-
-def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The entries, and the bytes that they take: what follows is the line that an interrupted run was writing."""
-    entries: list[dict[str, Any]] = []
-    valid_bytes = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(entry, dict) or not line.endswith(b"\n"):
-            break
-        entries.append(entry)
-        valid_bytes += len(line)
-    return entries, valid_bytes
-
-
-def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to disk: those that a rename or a new file has put there."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _is_file_of(path: Path, size: int) -> bool:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        status = path.lstat()
+    except OSError:
+        return False
+    return S_ISREG(status.st_mode) and status.st_size == size

@@ -5,7 +5,7 @@ and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying 
 dtypes are names (torch's), and buffers are arrays of bytes.
 """
 
-import errno
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from formats.ceilings import AXES, AXIS
+from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.regular_files import open_regular, regular_size
 
 Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]
@@ -53,6 +56,15 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
     if len(shape) == 1:
         return shape[0], 1
     return prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def as_shape(sizes: object) -> Shape:
+    """A shape, offset or strides that a file tells, a list or tuple. Raises ValueError unless these are natural numbers."""
+    if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
+        raise ValueError(f"{sizes!r:.80} is no list of at most {AXES} numbers")
+    if not all(type(size) is int and 0 <= size < AXIS for size in sizes):
+        raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
+    return tuple(sizes)
 
 
 def byte_count(shape: Shape, dtype: str) -> int:
@@ -109,18 +121,12 @@ class InputFile:
     @classmethod
     def open(cls, path: Path) -> "InputFile":
         """Raises CorruptCheckpoint when there is no such regular file."""
-        try:
-            if path.is_file():
-                return cls(path, path.stat().st_size)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
-        raise CorruptCheckpoint(f"{path}: no such file", code="missing-file")
+        return cls(path, regular_size(path))
 
     def _open(self) -> int:
         with self._lock:
             if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = open_regular(self.path)
             return self._descriptor
 
     def read_into(self, offset: int, out: Bytes) -> None:
@@ -154,10 +160,12 @@ class InputFile:
         self.close()
 
     def close(self) -> None:
+        """May be called again, also after it failed: then the descriptor is another file's."""
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # nothing was written through it
+                    os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,8 @@ class FileTensor:
     offset: int
     shape: Shape
     dtype: str
+    check: EntryCheck | None = field(default=None, compare=False, repr=False)
+    """Of the zip entry that it lies in, where that has a checksum."""
 
     def __post_init__(self) -> None:
         if (
@@ -186,12 +196,12 @@ class FileTensor:
         _, cols = matrix_shape(self.shape)
         start = self.offset + (box.row0 * cols + box.col0) * itemsize
         if box.cols == cols or box.rows == 1:
-            if out.flags.c_contiguous:
-                self.file.read_into(start, out)
-                return
-            whole = np.empty(out.shape, np.uint8)
+            whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
             self.file.read_into(start, whole)
-            np.copyto(out, whole)
+            if self.check is not None:
+                self.check.add(start, whole)
+            if whole is not out:
+                np.copyto(out, whole)
             return
         for row in range(box.rows):
             self.file.read_into(start + row * cols * itemsize, out[row])
@@ -226,7 +236,8 @@ class StridedTensor:
         itemsize = ITEMSIZE[self.dtype]
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         try:
-            flat = np.memmap(self.file.path, np.uint8, "r", self.offset, (extent * itemsize,))
+            with os.fdopen(open_regular(self.file.path), "rb") as file:
+                flat = np.memmap(file, np.uint8, "r", self.offset, (extent * itemsize,))
         except (OSError, ValueError) as error:
             raise CorruptCheckpoint(f"{self.file.path}: can't be read any more ({error}); was it changed?") from error
         view = np.lib.stride_tricks.as_strided(
@@ -238,11 +249,42 @@ class StridedTensor:
             out[row] = line[box.col0 : box.col1].reshape(-1)
 
 
+@dataclass(frozen=True)
+class ReshapedTensor:
+    """Another tensor's elements, in their row-major order, under another shape."""
+
+    source: LazyTensor
+    shape: Shape
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        cols, stored_cols = matrix_shape(self.shape)[1], matrix_shape(self.source.shape)[1]
+        if cols == stored_cols:
+            self.source.read_into(box, out)
+            return
+        for index in range(box.rows):
+            first = (box.row0 + index) * cols + box.col0
+            self._read_run(first, first + box.cols, stored_cols, out[index])
+
+    def _read_run(self, first: int, last: int, stored_cols: int, out: Bytes) -> None:
+        """Elements first to last: the rest of a stored row, whole rows, the beginning of one more."""
+        itemsize, start = ITEMSIZE[self.dtype], first
+        while start < last:
+            row, col = divmod(start, stored_cols)
+            rows = max(1, (last - start) // stored_cols) if col == 0 else 1
+            cols = min(stored_cols - col, last - start)
+            stop = start + rows * cols
+            part = out[(start - first) * itemsize : (stop - first) * itemsize]
+            self.source.read_into(Box(row, row + rows, col, col + cols), part.reshape(rows, cols * itemsize))
+            start = stop
+
+
 def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
-    """The same memory under another shape. Raises CorruptCheckpoint for a tensor that isn't contiguous."""
-    if not isinstance(tensor, FileTensor):
-        raise CorruptCheckpoint(f"a tensor {list(tensor.shape)} is not contiguous; save it with .contiguous()")
-    return replace(tensor, shape=shape)
+    """A tensor of as many elements, in the same row-major order."""
+    return replace(tensor, shape=shape) if isinstance(tensor, FileTensor) else ReshapedTensor(tensor, shape)
 
 
 def read_tensor(tensor: LazyTensor) -> Bytes:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from formats import dcp_metadata, safetensors, torch_zip
+from formats.ceilings import CONFIG_BYTES
 from formats.chunked import Chunk, ChunkedTensor
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredTensor
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.regular_files import read_json
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
 
 FORMAT_FILE = "metadata.json"
@@ -157,7 +159,7 @@ def read_backend(directory: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        backend = read_json(path, CONFIG_BYTES)["sharded_backend"]
+    except (KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"{path}: should name the checkpoint's sharded_backend ({error})") from error
     return str(backend)

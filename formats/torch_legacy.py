@@ -4,10 +4,12 @@ magic number · protocol (1001) · {"little_endian": …} · the object · [stor
 per name: element count (int64) · elements
 """
 
+import os
 from mmap import ACCESS_READ, mmap
 
 from formats.errors import CorruptCheckpoint
 from formats.pickle_guard import load_at
+from formats.regular_files import open_regular
 from formats.tensor import ITEMSIZE, InputFile
 from formats.torch_storage import Storage, StorageId, lazy_tensor
 
@@ -19,7 +21,7 @@ _PROTOCOL = 1001
 def read(file: InputFile) -> object:
     """The saved object, its tensors lazy. The places of storages stand behind the object, so it is read twice."""
     path = str(file.path)
-    with file.path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+    with os.fdopen(open_regular(file.path), "rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
         protocol, offset = load_at(data, len(MAGIC), None, path)
         if protocol != _PROTOCOL:
             raise CorruptCheckpoint(f"{path}: is not of protocol {_PROTOCOL}; save it again with torch 1.6 or newer")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
+from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.pickle_globals import MalformedError
 from formats.pickle_records import StorageType, TensorRecord
@@ -42,6 +43,7 @@ class Storage:
     nbytes: int
     dtype: str
     """Of tensors that don't name their own."""
+    check: EntryCheck | None = None
 
 
 def lazy_tensor(record: TensorRecord) -> LazyTensor:
@@ -62,7 +64,7 @@ def lazy_tensor(record: TensorRecord) -> LazyTensor:
         raise CorruptCheckpoint(f"{what} reaches past the end of its storage of {storage.nbytes} bytes; save it again")
     strides = _without_single(shape, record.strides)
     if strides == _without_single(shape, contiguous_strides(shape)):
-        return FileTensor(file, start, shape, dtype)
+        return FileTensor(file, start, shape, dtype, storage.check)
     if prod(shape) * itemsize > storage.nbytes:
         raise CorruptCheckpoint(f"{what} has more elements than its storage; save it with .contiguous()")
     return StridedTensor(file, start, shape, dtype, strides)

@@ -19,9 +19,10 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 from formats import pickle_guard, torch_legacy
+from formats.ceilings import PICKLE_BYTES
+from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.output import Record
-from formats.pickle_machine import LIMIT_BYTES
 from formats.pickle_writer import Constant, Placeholder, dumps
 from formats.stored_zip import Member, PlannedMember, directory, local_header, place, read_directory
 from formats.tensor import InputFile, byte_count
@@ -66,6 +67,8 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> obj
     if f"{root}/byteorder" in records and _content(file, records[f"{root}/byteorder"]) != b"little":
         raise CorruptCheckpoint(f"{file.path}: was written on a big-endian machine; load and save it on another one")
 
+    checks: dict[str, EntryCheck | None] = {}  # one for all tensors in a storage
+
     def storage(identity: object) -> Storage:
         part = StorageId.parse(identity, str(file.path))
         record = records.get(f"{root}/data/{part.name}")
@@ -73,7 +76,15 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> obj
             found = f"has {record.nbytes} bytes" if record else "is missing"
             what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
             raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
-        return Storage(file, record.offset, record.nbytes if part.nbytes is None else part.nbytes, part.dtype)
+        if part.name not in checks:  # torch writes zeros for checksums when told not to compute them
+            known = (
+                EntryCheck(file.path, record.offset, record.nbytes, record.crc)
+                if record.crc and record.nbytes
+                else None
+            )
+            checks[part.name] = known
+        nbytes = record.nbytes if part.nbytes is None else part.nbytes
+        return Storage(file, record.offset, nbytes, part.dtype, checks[part.name])
 
     content = _content(file, records[f"{root}/data.pkl"])
     return pickle_guard.load(content, storage, source=str(file.path), tensor=lazy_tensor)
@@ -89,8 +100,8 @@ def _root(file: InputFile, records: Mapping[str, Member]) -> str:
 
 def _content(file: InputFile, record: Member) -> bytes:
     """torch writes zeros for checksums when told not to compute them."""
-    if record.nbytes > LIMIT_BYTES:
-        raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {LIMIT_BYTES}")
+    if record.nbytes > PICKLE_BYTES:
+        raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {PICKLE_BYTES}")
     content = file.read(record.offset, record.nbytes)
     if record.crc and crc32(content) != record.crc:
         raise CorruptCheckpoint(f"{file.path}: the checksum of the record at {record.offset} is wrong; copy it again")

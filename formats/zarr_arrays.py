@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from formats import torch_zip
+from formats.ceilings import CONFIG_BYTES
 from formats.chunked import Chunk, ChunkedTensor
 from formats.errors import CorruptCheckpoint
+from formats.opened import note
 from formats.output import Record
-from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, byte_count
+from formats.regular_files import read_json
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, as_shape, byte_count
 
 ARRAY_FILE = ".zarray"
 
@@ -80,21 +83,23 @@ class _ChunkFile:
 def _read_array(folder: Path) -> ChunkedTensor:
     path = folder / ARRAY_FILE
     try:
-        shape, step, dtype = _describe(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        shape, step, dtype = _describe(read_json(path, CONFIG_BYTES))
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"{path}: is no zarr array that Megatron writes ({error}); save it again") from error
-    sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
+    found = {entry.name: entry.stat() for entry in folder.iterdir()}
     counts = [-(-whole // size) for whole, size in zip(shape, step, strict=True)]
     names = (_name(place) for place in _places(counts))
-    missing = next((name for name in islice(names, len(sizes) + 1) if name not in sizes), None)
+    missing = next((name for name in islice(names, len(found) + 1) if name not in found), None)
     if missing is not None:
         raise CorruptCheckpoint(f"{folder / missing}: no such file; the array {folder.name} has {prod(counts)} chunks")
     chunks = []
     for index in _places(counts):
         name = _name(index)
-        if sizes[name] != byte_count(step, dtype):
+        note(folder / name, found[name])
+        size = found[name].st_size
+        if size != byte_count(step, dtype):
             raise CorruptCheckpoint(
-                f"{folder / name}: has {sizes[name]} bytes, a chunk {list(step)} of {dtype} {byte_count(step, dtype)}; copy it again"
+                f"{folder / name}: has {size} bytes, a chunk {list(step)} of {dtype} {byte_count(step, dtype)}; copy it again"
             )
         offset = tuple(place * size for place, size in zip(index, step, strict=True))
         held = tuple(min(size, whole - first) for first, size, whole in zip(offset, step, shape, strict=True))
@@ -107,6 +112,8 @@ def _places(counts: Sequence[int]) -> Iterator[Shape]:
     if not counts:
         yield ()
         return
+    if 0 in counts:
+        return
     for first in range(counts[0]):
         yield from ((first, *rest) for rest in _places(counts[1:]))
 
@@ -118,8 +125,8 @@ def _name(place: Shape) -> str:
 
 def _describe(array: Mapping[str, Any]) -> tuple[Shape, Shape, str]:
     """(shape, shape of a chunk, dtype). Raises ValueError for what is legal in zarr but never written."""
-    shape, step = tuple(array["shape"]), tuple(array["chunks"])
-    if len(shape) != len(step) or not all(type(size) is int and size >= 0 for size in shape + step) or 0 in step:
+    shape, step = as_shape(array["shape"]), as_shape(array["chunks"])
+    if len(shape) != len(step) or 0 in step:
         raise ValueError(f"a shape {list(shape)} in chunks {list(step)}")
     expected = {"zarr_format": 2, "order": "C", "compressor": None, "filters": None, "dimension_separator": "."}
     for name, value in expected.items():

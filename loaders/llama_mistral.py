@@ -12,7 +12,7 @@ a Hugging Face directory (--config) knows better.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,10 @@ def _read_shards(path: Path) -> Shards:
 
 
 def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
-    missing = [f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files]
-    if missing:
+    missing = (f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files)
+    if expected > len(files):
         raise CorruptCheckpoint(
-            f"{path}: {len(missing)} of {expected} shards are missing: {', '.join(missing[:8])}; a model needs all of them",
+            f"{path}: {expected - len(files)} of {expected} shards are missing: {', '.join(islice(missing, 8))}; a model needs all of them",
             code="missing-file",
         )
 

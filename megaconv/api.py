@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaconv.commands.comparison import Diff, diff_sources, open_both
+from megaconv.commands.comparison import Diff, diff_sources, open_both, source_checks
 from megaconv.commands.inspection import inspect as inspect
 from megaconv.commands.verification import verify as verify
 from megaconv.engine.conversion import ConvertOptions, Report
@@ -34,6 +34,7 @@ def convert(
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    check_source: bool = True,
     max_memory: int = 256 << 20,
     workers: int = 0,
     options: Mapping[str, str] | None = None,
@@ -42,7 +43,8 @@ def convert(
     """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
 
     Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
-    it. split_rank: how many of the pp stages are a T5's encoder's, the first ones. options: of
+    it. check_source: a source that has a megaconv.json has to be what that says.
+    split_rank: how many of the pp stages are a T5's encoder's, the first ones. options: of
     the loader's and the saver's own, by key, as `megaconv formats` lists them. save_options: further fields of SaveOptions, such as
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
     """
@@ -53,7 +55,7 @@ def convert(
         load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
         save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
         dtype=dtype, optimizer=optimizer, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
-        extra=options or {},
+        extra=options or {}, check_source=check_source,
     )  # fmt: skip
     return run_conversion(load_dir, save_dir, saver, asked)
 
@@ -65,7 +67,10 @@ def diff(
     loader_a: str | None = None,
     loader_b: str | None = None,
     options: Mapping[str, str] | None = None,
+    check_source: bool = True,
 ) -> Diff:
-    """Compare two checkpoints of any kinds. options: of the loaders' own."""
+    """Compare two checkpoints of any kinds. options: of the loaders' own. check_source: each has to be what its own megaconv.json
+    says, if it has one."""
     left, right = open_both(a, b, LoadOptions(extra=options or {}), (loader_a, loader_b))
-    return diff_sources(left, right, default_workers(writing=False))
+    checks = source_checks(str(a), left, str(b), right) if check_source else None
+    return diff_sources(left, right, default_workers(writing=False), checks=checks)

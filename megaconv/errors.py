@@ -131,6 +131,7 @@ CODES = {
     "missing-file": Cause(3, "a file of the input isn't there"),
     "truncated-file": Cause(3, "a file of the input ends too early"),
     "no-fingerprints": Cause(3, "verify finds no megaconv.json to compare with"),
+    "changed-since-written": Cause(3, "an input is not what its own megaconv.json says"),
     "unknown-family": Cause(3, "no model family has this architecture"),
     "tensor-mismatch": Cause(3, "tensors contradict the model, or each other"),
     "misshapen-tensor": Cause(3, "a tensor has another shape than the model says"),

@@ -37,6 +37,8 @@ def resolve(place: str) -> Place:
 
     Raises CheckpointError.
     """
+    if not place:
+        raise UnknownFormat("the path to read is empty; is a variable unset that it was made of?")
     if not place.startswith(_SCHEME) and scheme_of(place):
         return place
     if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):

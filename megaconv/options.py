@@ -55,7 +55,7 @@ class SaveOptions:
     files: int | None = None
     """Files that the tensors of a distributed checkpoint are shared out over; None: as many as threads move them."""
     allow_lossy: tuple[str, ...] = ()
-    """Features that may be left out, or made like others, where the target has no words for them: any of LOSSES."""
+    """What may be left out, or made like something else, where the target can't express it: any of LOSSES."""
     base: Path | None = None
     """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
     checkpoint_type: str | None = None
@@ -64,8 +64,9 @@ class SaveOptions:
     """What the saver alone knows, by the keys that its OPTIONS lists."""
 
 
-LOSSES = ("rope_scaling", "activation")
-"""`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu."""
+LOSSES = ("rope_scaling", "activation", "overflow")
+"""`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu.
+`overflow`: values beyond the range of the dtype asked for become infinite."""
 
 CHECKPOINT_TYPES = ("hf", "meta", "mistral")
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from formats import rank_files
 from formats.errors import CheckpointError
-from formats.staging import sync_directory
+from formats.renames import sync_directory
 from megatron_lite.dist_files import write_blocks, write_common, write_file
 from megatron_lite.snapshot import Snapshot
 
@@ -137,7 +137,11 @@ class Saver:
         older = [number for number in found if number < newest]
         assert self.keep_last is not None
         for number in older[: max(0, len(older) + 1 - self.keep_last)]:
-            shutil.rmtree(self.root / rank_files.iteration_directory(number))
+            # Hidden first: a run that is killed here must not leave part of a checkpoint under the name of a whole one.
+            leaving = self.root / rank_files.iteration_directory(number)
+            hidden = leaving.with_name(f".{leaving.name}.replaced")
+            leaving.rename(hidden)
+            shutil.rmtree(hidden)
 
     def _meet(self) -> None:
         if self.group is not None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from megaconv.errors import CheckpointError
+from megaconv.terminal import show
 from megatron_lite.arguments import DESCRIPTIONS, parse
 
 USAGE = """usage: megatron_lite COMMAND [FLAGS]
@@ -58,5 +59,5 @@ def _is_first() -> bool:
 
 def _refuse(message: str, status: int = 2) -> None:
     if _is_first():
-        print(f"megatron_lite: error: {message}", file=sys.stderr)
+        show(f"megatron_lite: error: {message}", sys.stderr)
     sys.exit(status)

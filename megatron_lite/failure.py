@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UnknownFamily, UsageError
+from megaconv.terminal import show
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -89,6 +90,12 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
     return 1
 
 
+def report_alone(text: str) -> None:
+    """Without a store, where every rank finds the same by itself: one of each machine speaks."""
+    if _is_first_here():
+        _print(text)
+
+
 def _is_lost_connection(error: BaseException) -> bool:
     """A collective that failed since another rank is gone; gloo and NCCL tell it in words alone."""
     words = ("by peer", "Broken pipe", "Connection refused", "NCCL", "gloo", "imed out")
@@ -108,4 +115,5 @@ def _first(store: "Store") -> bool:
 
 
 def _print(text: str) -> None:
-    print(f"megatron_lite: error: {text}", file=sys.stderr, flush=True)
+    show(f"megatron_lite: error: {text}", sys.stderr)
+    sys.stderr.flush()

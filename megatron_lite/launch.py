@@ -11,11 +11,13 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
+from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import UsageError
 from megatron_lite.config import Parallel
+from megatron_lite.failure import report_alone
 
 OLDEST_TORCH = (2, 7)
 """Whose autograd goes backward from an edge of the graph, so that a stage needn't keep what it sent."""
@@ -34,6 +36,7 @@ class Place:
     """Outlives any one rank; None in a single process."""
     save_group: dist.ProcessGroup | None
     """Of all ranks, on gloo, for checkpoints alone."""
+    watch: StoreWatch | None = None
 
 
 def world_size() -> int:
@@ -60,9 +63,21 @@ def start(parallel: Parallel) -> Place:
         return Place(0, 1, device, None, None)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{parallel.distributed_backend or 'nccl'}"
-    dist.init_process_group(backend, timeout=timeout)
+    met, place, world = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
+    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), met)
+    dist.init_process_group(backend, store=store, rank=place, world_size=world, timeout=timeout)
     saving = dist.new_group(backend="gloo", timeout=timeout)
-    return Place(dist.get_rank(), dist.get_world_size(), device, _get_default_store(), saving)
+    return Place(place, world, device, store, saving, StoreWatch(_store_address(), _end_without_store))
+
+
+def _store_address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _end_without_store() -> None:
+    report_alone(silence(_store_address()))
+    leave(1)
 
 
 def _device(parallel: Parallel) -> torch.device:
@@ -89,6 +104,8 @@ def end(place: Place) -> None:
     """After a run that went well."""
     if place.world > 1:
         dist.barrier(group=place.save_group)  # nobody leaves while others still talk to them
+        if place.watch is not None:
+            place.watch.stop()
         dist.destroy_process_group()
 
 
@@ -100,12 +117,14 @@ def leave(status: int) -> None:
 
 
 class Stop:
-    """SIGTERM asks a run to save and end; all ranks agree on it at the end of a step."""
+    """SIGTERM and SIGHUP ask a run to save and end; all ranks agree on it at the end of a step."""
 
     def __init__(self) -> None:
         self.requested = False
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._request)
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signal.SIGHUP, self._request)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

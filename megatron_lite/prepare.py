@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.sidecars import find_sidecars, read_sidecar
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -150,12 +149,11 @@ def _sidecars(settings: Settings, config: ModelConfig, start: Start | None) -> d
     paths: Mapping[str, Path] = find_sidecars(Path(tokenizer)) if tokenizer else {}
     if start is not None:
         paths = start.files
-    files = {name: path.read_bytes() for name, path in paths.items()}
+    files = {name: read_sidecar(path) for name, path in paths.items()}
     try:
-        written = family(config.family).write_hf(config)
+        return files | {CONFIG_NAME: family(config.family).config_json(config)}
     except NotExpressible:
         return files
-    return files | {CONFIG_NAME: config_json(config, written)}
 
 
 def _introduce(run: Run, start: Start | None) -> None:

@@ -6,9 +6,9 @@ Every tensor is one chunk, its key the name in transformers' state_dict.
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.sidecars import copies
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
@@ -22,14 +22,14 @@ DESCRIPTION = "PyTorch distributed checkpoint (DCP) with transformers' names, fo
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)
-    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, table.write_hf(config)))}
-    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
+    files |= copies(header.files)
     whole, stored = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True), DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
     for native in native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab):
         if native.copy is not None:
             continue
-        dtype = header.manifest[Key(next(iter(native.parts)))].dtype
+        dtype = native_dtype(header, native)
         start = (0,) * len(native.shape)
         file, record = stored.add_chunk(native.name, native.shape, dtype, start, native.shape)
         row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[dtype]

@@ -7,16 +7,16 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import CopiedTensors, open_base
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.sidecars import copies
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
-from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
@@ -29,28 +29,27 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config, table = header.config, family(header.config.family)
     if config.head.activation and "activation" in options.allow_lossy:
         config = changed(config, {"head.activation": config.mlp.activation})
-    written = table.write_hf(config)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     listed = list(native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab))
     natives = [native for native in listed if native.copy is None or native.copy.written]
-    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json(config, written))}
-    files |= {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
+    files |= copies(header.files)
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
     if options.base is not None:
-        base = open_base(options.base, config.dtype)
+        base = open_base(options.base, config.dtype, overflow="overflow" in options.allow_lossy)
         names = base.names_of({native.name: native.shape for native in natives}, {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
         more = {name: path for name, path in base.files().items() if name not in files}
-        files |= {name: PlainFile(path.read_bytes()) for name, path in more.items()}
+        files |= copies(more)
         files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
         added = [*copied, *more]
     else:
         _warn_of_missing_mtp(config)
-    ours = [(names[native.name], native.shape, _dtype(header, native)) for native in natives]
+    ours = [(names[native.name], native.shape, native_dtype(header, native)) for native in natives]
     file_of = _shards(files, ours, copied, options.max_shard_bytes)
     placements: dict[Key, list[Placement]] = {}
     for native in natives:
-        row_bytes, record = matrix_shape(native.shape)[1] * ITEMSIZE[_dtype(header, native)], names[native.name]
+        row_bytes, record = matrix_shape(native.shape)[1] * ITEMSIZE[native_dtype(header, native)], names[native.name]
         for name, regions in native.parts.items():
             placements.setdefault(Key(name), []).append(Placement(file_of[record], record, row_bytes, regions))
     return OutputPlan(files, placements, from_base=added)
@@ -90,7 +89,3 @@ def _warn_of_missing_mtp(config: ModelConfig) -> None:
             CONFIG_NAME,
             said,
         )
-
-
-def _dtype(header: Header, native: NativeTensor) -> str:
-    return header.manifest[Key(next(iter(native.parts)))].dtype

@@ -12,7 +12,8 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Placeholder
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.sidecars import copies
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
@@ -30,7 +31,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config = header.config
     kind = options.checkpoint_type or ("mistral" if config.family in ("mistral", "mixtral") else "meta")
     _check(kind, options)
-    files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files: dict[str, FileLayout] = {**copies(header.files)}
     files[PARAMS_NAME] = PlainFile(params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy))
     naming = META if kind == "meta" and not is_llama3(config) else META_ROWS
     layout = Layout(tp=options.tp or 1)
@@ -42,7 +43,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         file, weights = _file(header, kind, rank, natives)
         files[file] = weights
         for native in natives:
-            row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[_dtype(header, native)]
+            row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[native_dtype(header, native)]
             for name, regions in native.parts.items():
                 placements.setdefault(Key(name), []).append(Placement(file, native.name, row_bytes, regions))
     return OutputPlan(files, placements)
@@ -63,13 +64,9 @@ def _check(kind: str, options: SaveOptions) -> None:
 def _file(header: Header, kind: str, rank: int, natives: list[NativeTensor]) -> tuple[str, FileLayout]:
     """The name and the layout of one weight file."""
     if kind == "mistral":
-        tensors = {native.name: (native.shape, _dtype(header, native)) for native in natives}
+        tensors = {native.name: (native.shape, native_dtype(header, native)) for native in natives}
         return "consolidated.safetensors", SafetensorsLayout(tensors)
     state: dict[str, object] = {
-        native.name: Placeholder(native.name, native.shape, _dtype(header, native)) for native in natives
+        native.name: Placeholder(native.name, native.shape, native_dtype(header, native)) for native in natives
     }
     return f"consolidated.{rank:02d}.pth", torch_zip.plan(state, f"consolidated.{rank:02d}")
-
-
-def _dtype(header: Header, native: NativeTensor) -> str:
-    return header.manifest[Key(next(iter(native.parts)))].dtype

@@ -57,7 +57,7 @@ def write_llama(
         "torch_dtype": dtype,
         **(extra_config or {}),
     }
-    _write_config(path, config)
+    write_config(path, config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.02).to(getattr(torch, dtype))
@@ -72,7 +72,7 @@ def write_large_llama(path: Path) -> Path:
     write_llama(path, layers=1)
     config = json.loads((path / "config.json").read_text())
     sizes = {"num_hidden_layers": 4, "hidden_size": 2048, "head_dim": 256, "intermediate_size": 5632}
-    _write_config(path, config | sizes)
+    write_config(path, config | sizes)
     layout = SafetensorsLayout({name: (shape, "bfloat16") for name, shape in _shapes(config | sizes)})
     with (path / "model.safetensors").open("wb") as file:
         for offset, data in layout.frame({}):
@@ -82,7 +82,7 @@ def write_large_llama(path: Path) -> Path:
     return path
 
 
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
 

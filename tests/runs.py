@@ -26,7 +26,8 @@ class Outcome(NamedTuple):
 def run(*arguments: object) -> Outcome:
     """`megaconv ARGUMENTS` in this process. An exception that would end in a traceback comes through."""
     out, err, status = StringIO(), StringIO(), 0
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    handlers = {number: signal.getsignal(number) for number in taken}
     with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", ["megaconv", *map(str, arguments)]):
         try:
             main()
@@ -63,6 +64,14 @@ def assert_refused(outcome: Outcome, status: int, *words: str) -> None:
     assert (outcome.status, outcome.out) == (status, ""), outcome
     for word in words:
         assert word in outcome.err
+
+
+def write_old_output(target: Path) -> Path:
+    """What --overwrite may replace: an output of ours, and a file by which it is known again."""
+    target.mkdir(parents=True)
+    (target / "megaconv.json").write_text("{}")
+    (target / "precious.txt").write_text("precious")
+    return target
 
 
 def snapshot(directory: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import families, family, family_of_hf
-from megaconv.families.parts.hf_config import config_json, load_config
+from megaconv.families.parts.hf_config import load_config
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import STRUCTURE, changed, fields_of
 from tests.config_models import (
@@ -187,14 +187,23 @@ def test_a_config_file_that_is_no_json_object_is_corrupt(content: str, tmp_path:
 def test_a_models_own_words_are_kept_and_only_the_dtype_is_brought_up_to_date() -> None:
     raw = raw_config("llama", dtype="float32", custom={"a": 1}, torch_dtype_note="x")
     config = changed(read(raw), {"dtype": "bfloat16"})
-    shipped = json.loads(config_json(config, family("llama").write_hf(config)))
+    shipped = json.loads(family("llama").config_json(config))
     assert shipped == raw | {"dtype": "bfloat16"}
 
 
 def test_without_words_of_its_own_a_model_gets_a_complete_config() -> None:
-    shipped = json.loads(config_json(LLAMA, written := family("llama").write_hf(replace(LLAMA, hf=None))))
-    assert shipped | {"torch_dtype": "bfloat16"} == shipped
-    assert read(written) == LLAMA
+    shipped = json.loads(family("llama").config_json(replace(LLAMA, hf=None)))
+    assert shipped["torch_dtype"] == "bfloat16"
+    assert read(shipped) == LLAMA
+
+
+def test_a_models_own_words_follow_what_has_changed_since() -> None:
+    raw = in_new_words(raw_config("llama", custom=1), 1e4, None)
+    config = changed(read(raw), {"positions.theta": 5e5, "norm.epsilon": 3e-6})
+    shipped = json.loads(family("llama").config_json(config))
+    assert (shipped["rope_theta"], shipped["rms_norm_eps"], shipped["custom"]) == (5e5, 3e-6, 1)
+    assert "rope_parameters" not in shipped
+    assert read(shipped) == config
 
 
 def test_a_config_describes_at_least_what_decides_about_tensors() -> None:

@@ -12,7 +12,7 @@ import pytest
 from megaconv.commands import cli
 from megaconv.errors import Interrupted
 from tests.models import write_large_llama, write_llama
-from tests.runs import Outcome, assert_refused, finish, run, snapshot, start, unchanged
+from tests.runs import Outcome, assert_refused, finish, run, snapshot, start, unchanged, write_old_output
 
 SLOW = """
 import pathlib, time
@@ -163,8 +163,7 @@ def test_an_impatient_ctrl_c_leaves_nothing_either(large: Path) -> None:
 
 
 def test_an_interrupted_conversion_leaves_what_it_would_have_replaced(model: Path) -> None:
-    (model.parent / "out").mkdir()
-    (model.parent / "out" / "precious.txt").write_text("precious")
+    write_old_output(model.parent / "out")
     with unchanged(model.parent), under_way(model, "--overwrite", before=slow(Path("/dev/null"))) as process:
         process.send_signal(signal.SIGINT)
         assert_interrupted(finish(process, 10))
@@ -267,10 +266,9 @@ def test_a_kill_after_the_rename_leaves_the_complete_output(model: Path) -> None
 
 
 def test_a_kill_while_a_target_is_replaced_leaves_the_old_one(model: Path) -> None:
-    (model.parent / "out").mkdir()
-    (model.parent / "out" / "precious.txt").write_text("precious")
-    kill(model, "__import__('formats.staging').staging", "_exchange", 1, "--overwrite")
-    assert snapshot(model.parent / "out") == {"precious.txt": snapshot(model.parent / "out")["precious.txt"]}
+    before = snapshot(write_old_output(model.parent / "out"))
+    kill(model, "__import__('formats.renames').renames", "exchange", 1, "--overwrite")
+    assert snapshot(model.parent / "out") == before
     assert run(*conversion(model, "--overwrite")).status == 0
     assert sorted(path.name for path in model.parent.iterdir()) == ["model", "out"]
 

@@ -8,7 +8,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from megaconv.megatron.arguments.read import from_arguments, read_layout
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import source
 from megaconv.model.config import ModelConfig
+from megatron_lite.config import Settings, subjects
 from tests.config_models import LLAMA, configs, found_in_tensors
 from tests.conftest import FIXTURES
 from tests.megatron_fields import FILE, Fields, read_installed
@@ -60,7 +61,17 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     of_a_release_without_a_tag = {"num_unique_layers", "param_sharing_style"}
     asked_of_the_configuration_by_gpt_model = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
     others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model
-    assert KNOWN - fields - FACTS["repository"]["arguments"].keys() == others
+    assert KNOWN - fields - FACTS["repository"]["arguments"].keys() - flags_of_our_trainer() == others
+
+
+def test_every_flag_of_our_trainer_is_known() -> None:
+    """They stand in the args of the checkpoints that it writes."""
+    assert flags_of_our_trainer() <= KNOWN
+
+
+def flags_of_our_trainer() -> set[str]:
+    hints = get_type_hints(Settings)
+    return {field.name for subject in subjects() for field in dataclasses.fields(hints[subject])}
 
 
 def bare(field: str) -> str:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from megaconv.engine.conversion import ConvertOptions, convert, fingerprint
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import family
 from megaconv.families.parts.hf_config import load_config
+from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.read import from_arguments, true_vocab
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
@@ -169,6 +170,49 @@ def test_the_true_vocabulary_is_believed_only_if_padding_leads_to_the_rows_there
     args: Raw, padded: int, tp: int, vocab: int | None
 ) -> None:
     assert true_vocab(Namespace(**args), padded, tp) == vocab
+
+
+# Latent attention.
+
+
+def latent(**changed: Any) -> dict[str, Any] | None:
+    """The scaling of a DeepSeek's positions with these arguments; those given as ... are not there."""
+    args = arguments(read(raw_config("deepseek_v3"))) | changed
+    scaling = read_latent(Namespace(**{name: value for name, value in args.items() if value is not ...}))[
+        "rope_scaling"
+    ]
+    return cast("dict[str, Any] | None", scaling)
+
+
+def test_latent_attention_without_a_rope_type_has_yarn() -> None:
+    """The parser's default is None since core 0.14, and MLATransformerConfig makes yarn of it."""
+    found = latent(rope_type=None, rotary_scaling_factor=40.0)
+    assert found is not None
+    assert (found["rope_type"], found["factor"], found["original_max_position_embeddings"]) == ("yarn", 40.0, 4096)
+    assert latent(rope_type=None, rotary_scaling_factor=1.0) is None
+    assert latent(rope_type="rope", rotary_scaling_factor=40.0) is None
+
+
+def test_up_to_core_0_13_latent_attention_was_trained_at_its_largest_position() -> None:
+    found = latent(
+        rope_type=..., rotary_scaling_factor=40.0, max_position_embeddings=777, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert found is not None
+    assert (found["original_max_position_embeddings"], found["mscale"], found["mscale_all_dim"]) == (777, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_type": "rope", "mscale_all_dim": 1.0},
+        {"rope_type": ..., "mscale": 0.707, "mscale_all_dim": 1.0},
+    ],
+    ids=["scores alone", "core 0.12"],
+)
+def test_attention_scores_that_are_scaled_otherwise_than_rotations_are_refused(changed: Raw) -> None:
+    """A config.json has one mscale_all_dim for both."""
+    with pytest.raises(UnknownFamily, match="attention scores are scaled by mscale"):
+        latent(rotary_scaling_factor=40.0, **changed)
 
 
 # Refusals.

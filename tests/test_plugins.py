@@ -139,11 +139,11 @@ def test_a_checkpoint_that_fits_a_family_of_ours_is_not_another_packages(
     site: Path, llama: Path, tmp_path: Path
 ) -> None:
     """Even where that is recognized by the same."""
-    convert(llama, tmp_path / "core", "--saver", "core")
-    shutil.rmtree(tmp_path / "core" / "hf")
     text = "from dataclasses import replace\nfrom megaconv.families.llama import FAMILY as LLAMA\n"
     module = {"twin_family.py": text + "FAMILY = replace(LLAMA, name='twin', architectures=('TwinForCausalLM',))\n"}
     install(site, "twin", module, {"families": {"twin": "twin_family"}})
+    convert(llama, tmp_path / "core", "--saver", "core")
+    shutil.rmtree(tmp_path / "core" / "hf")
     assert "TwinForCausalLM" in run("formats").out
     assert megaconv.inspect(tmp_path / "core").header.config.family == "llama"
 

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch.distributed  # noqa: F401  (the forked ranks have it then)
+import torch.distributed  # so that the forked ranks have it
 
-from formats.staging import StagedFile
+from formats.staging import StagedFile, Staging
 from formats.tensor import Box, Bytes, FileTensor
 from megaconv.commands.cli import main
+from megaconv.engine import store_watch
 from megaconv.engine.ranks import ALONE, Joined, started_ranks
 from tests.models import write_llama
 from tests.runs import Outcome, run, snapshot, unchanged
@@ -30,14 +31,21 @@ SECONDS = 30.0
 class Fleet:
     """Ranks as torchrun would start them, forked from this process, which has imported torch already."""
 
-    def __init__(self, folder: Path, size: int, arguments: list[object], faults: Mapping[int, Fault]) -> None:
+    def __init__(
+        self, folder: Path, size: int, arguments: list[object], faults: Mapping[int, Fault], *, launcher: bool = False
+    ) -> None:
+        """launcher: whether a process of its own keeps the store, as torchrun does, or rank 0, as under srun."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._folder = folder
         self.ranks = []
+        self.launcher = os.fork() if launcher else None
+        if self.launcher == 0:
+            _keep_store(port)
         for rank in range(size):
             environment = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment |= {"TORCHELASTIC_USE_AGENT_STORE": launcher}
             process = os.fork()
             if not process:
                 self._become(rank, environment, arguments, faults.get(rank, lambda: None))
@@ -72,6 +80,8 @@ class Fleet:
                 if found:
                     statuses[process] = os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
+        if self.launcher:
+            self.kill_launcher()
         hanging = [rank for rank, process in enumerate(self.ranks) if process not in statuses]
         self.kill(hanging)
         assert not hanging, f"ranks {hanging} hang"
@@ -80,10 +90,22 @@ class Fleet:
             for rank, process in enumerate(self.ranks)
         ]
 
+    def kill_launcher(self) -> None:
+        assert self.launcher
+        os.kill(self.launcher, signal.SIGKILL)
+        os.waitpid(self.launcher, 0)
+        self.launcher = None
+
     def kill(self, ranks: list[int]) -> None:
         for rank in ranks:
             os.kill(self.ranks[rank], signal.SIGKILL)
             os.waitpid(self.ranks[rank], 0)
+
+
+def _keep_store(port: int) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while store:
+        time.sleep(60)
 
 
 @pytest.fixture
@@ -144,10 +166,11 @@ def slow(seconds: float = 0.2, marker: Path | None = None) -> Fault:
 
 
 @contextmanager
-def under_way(folder: Path, command: list[object], size: int = 3) -> Iterator[Fleet]:
+def under_way(folder: Path, command: list[object], size: int = 3, *, launcher: bool = False) -> Iterator[Fleet]:
     """Slow ranks, all of which have begun to read."""
     markers = [folder / f"reading-{rank}" for rank in range(size)]
-    fleet = Fleet(folder, size, command, {rank: slow(marker=marker) for rank, marker in enumerate(markers)})
+    faults = {rank: slow(marker=marker) for rank, marker in enumerate(markers)}
+    fleet = Fleet(folder, size, command, faults, launcher=launcher)
     for _ in range(2000):
         if all(marker.exists() for marker in markers):
             break
@@ -249,6 +272,62 @@ def test_a_rank_that_is_killed_ends_the_others(model: Path, folder: Path, rank: 
     assert_told_once(outcomes, f"rank {rank} ended without a word")
 
 
+def test_ranks_whose_launcher_is_killed_end_with_one_line(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 1.0)
+    with unchanged(model.parent), under_way(folder, command(model), launcher=True) as fleet:
+        started = time.monotonic()
+        fleet.kill_launcher()
+        outcomes = fleet.outcomes()
+        assert 1 < time.monotonic() - started < 10
+    assert_told_once(
+        outcomes, "the store of the rendezvous", "was the process that started the ranks killed?", teller=0
+    )
+
+
+def test_with_resume_they_keep_what_they_have_done(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 1.0)
+    with under_way(folder, command(model, "--resume"), launcher=True) as fleet:
+        fleet.kill_launcher()
+        assert_told_once(fleet.outcomes(), "the store of the rendezvous")
+    assert (model.parent / ".out.megaconv-partial" / "journal-2.jsonl").is_file()
+    outcomes = Fleet(folder, 3, command(model, "--resume"), {}, launcher=True).outcomes()
+    assert [outcome.status for outcome in outcomes] == [0] * 3, outcomes
+    assert run("diff", model, model.parent / "out").status == 0
+
+
+def test_a_rank_that_is_killed_with_the_launcher_ends_the_others(model: Path, folder: Path) -> None:
+    with unchanged(model.parent), under_way(folder, command(model), launcher=True) as fleet:
+        fleet.kill_launcher()
+        os.kill(fleet.ranks[0], signal.SIGKILL)
+        outcomes = fleet.outcomes()
+    assert_told_once(outcomes, "rank 0 ended without a word", teller=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_ends_a_rank_after_the_commit_says_that_the_output_is_there(
+    model: Path, folder: Path, number: int
+) -> None:
+    expected = complete_outcome(command(model))
+
+    def end_at_the_end() -> None:
+        keep = Staging.keep
+
+        def end(self: Staging) -> None:
+            keep(self)
+            while not (model.parent / "out").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+        Staging.keep = end  # type: ignore[method-assign]
+
+    outcomes = Fleet(folder, 3, command(model), {1: end_at_the_end}).outcomes()
+    assert "out is complete" in outcomes[0].err or number == signal.SIGTERM
+    assert snapshot(model.parent / "out") == expected
+    assert not (model.parent / ".out.megaconv-partial").exists()
+
+
 @pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
 def test_sigterm_to_one_rank_or_to_all_is_told_once(model: Path, folder: Path, ranks: list[int]) -> None:
     with unchanged(model.parent), under_way(folder, command(model)) as fleet:
@@ -332,10 +411,12 @@ def test_ranks_are_known_by_their_environment(environment: dict[str, str], expec
     assert (ranks is ALONE) == (expected is None)
 
 
-def torchrun(model: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megaconv", *command(model)]
+def torchrun(
+    model: Path, *options: object, program: tuple[str, ...] = ("-m", "megaconv")
+) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    words = list(map(str, [*words, *options]))
+    words = list(map(str, [*words, *program, *command(model), *options]))
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
@@ -358,3 +439,28 @@ def test_torchrun_itself_ends_with_an_error_told_once(model: Path) -> None:
     assert refused.returncode != 0
     assert refused.stderr.count("megaconv: ") == 1, refused.stderr
     assert "already exists" in refused.stderr
+
+
+FAILS_AT_FIRST = """
+import os, signal, time
+from formats.tensor import FileTensor
+read_into = FileTensor.read_into
+def killed(self, box, out):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    read_into(self, box, out)
+FileTensor.read_into = killed
+from megaconv.commands.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_itself_starts_ranks_anew(model: Path, folder: Path) -> None:
+    expected = complete_outcome(command(model))
+    (folder / "fails_at_first.py").write_text(FAILS_AT_FIRST)
+    done = torchrun(model, program=("--max-restarts", "1", str(folder / "fails_at_first.py")))
+    assert done.returncode == 0, done.stderr
+    assert snapshot(model.parent / "out") == expected
+    assert "rank 1 ended without a word" in done.stderr

@@ -511,7 +511,7 @@ def test_a_cast_of_any_bits_in_any_rectangle_is_what_torch_does(source: str, tar
     dtype = getattr(torch, source)
     content = data.draw(st.binary(min_size=rows * cols * dtype.itemsize, max_size=rows * cols * dtype.itemsize))
     values = torch.frombuffer(bytearray(content), dtype=dtype).reshape(rows, cols)
-    cast = CastTensor(as_lazy(values), target)
+    cast = CastTensor(as_lazy(values), target, "x", overflow=True)
     expected = values.to(getattr(torch, target))
     found = torch.from_numpy(read_tensor(cast)).view(getattr(torch, target))
     assert torch.equal(found.isnan(), expected.isnan())

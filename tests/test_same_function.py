@@ -1,11 +1,15 @@
 """Nothing that a model computes is dropped on the way into other words: it comes back, or it is refused by name."""
 
+import json
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megaconv
 from megaconv.errors import CheckpointError, NotExpressible, UnknownFamily
 from megaconv.families import families, recognize
 from megaconv.families.parts.meta_params import read_params, write_params
@@ -16,6 +20,8 @@ from megaconv.model.fields import FIELDS, NOT_COMPUTED, changed, lost_fields, me
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
 from tests.config_models import raw_config, raw_gpt2, read
+from tests.models import write_llama
+from tests.runs import run
 from tests.test_encoder_config import BERT, T5
 
 FAMILIES = sorted(families())
@@ -188,3 +194,68 @@ def test_tables_and_families_name_only_features_that_there_are() -> None:
     named = {word for table in families().values() for row in table.rows for word in (row.when or "").split()}
     named |= {word for table in families().values() for word in (table.recognized or "").split()}
     assert {word.removeprefix("!") for word in named} <= set(FEATURES)
+
+
+# A run that goes on with other arguments than the config.json of its beginning.
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    megaconv.convert(write_llama(root / "hf"), root / "core", saver="core")
+    return root / "core"
+
+
+def stale(core: Path, into: Path, **words: Any) -> Path:
+    """The checkpoint beside a config.json that says something else."""
+    shutil.copytree(core, into)
+    (into / "megaconv.json").unlink()
+    path = into / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | words))
+    return into
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "field"),
+    [
+        ("rope_theta", 12345.0, "positions.theta"),
+        ("rms_norm_eps", 3e-4, "norm.epsilon"),
+        ("max_position_embeddings", 77, "max_positions"),
+    ],
+)
+def test_the_arguments_of_the_run_win_over_a_stale_config_json(
+    core: Path, word: str, value: Any, field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, right = stale(core, tmp_path / "core", **{word: value}), json.loads((core / "hf" / "config.json").read_text())
+    outcome = run("convert", "--load-dir", path, "--saver", "hf", "--save-dir", tmp_path / "out")
+    assert outcome.status == 0
+    assert f"{path / 'hf' / 'config.json'} says {field} = {value}" in caplog.text
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == right
+
+
+def test_config_wins_where_it_is_asked_for(core: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = stale(core, tmp_path / "core", rope_theta=12345.0)
+    outcome = run(
+        "convert", "--load-dir", path, "--config", path / "hf", "--saver", "hf", "--save-dir", tmp_path / "out"
+    )
+    assert outcome.status == 0
+    assert "--config wins" in caplog.text
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_theta"] == 12345.0
+
+
+def test_another_structure_stays_an_error(core: Path, tmp_path: Path) -> None:
+    outcome = run("inspect", stale(core, tmp_path / "core", num_key_value_heads=2, num_attention_heads=2))
+    assert outcome.status == 3
+    assert "it describes another model" in outcome.err
+
+
+def test_what_was_left_out_on_purpose_is_not_taken_for_a_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    hf = write_llama(tmp_path / "hf", extra_config={"rope_scaling": scaling})
+    megaconv.convert(hf, tmp_path / "core", saver="core", allow_lossy=("rope_scaling",))
+    caplog.clear()
+    outcome = run("convert", "--load-dir", tmp_path / "core", "--saver", "hf", "--save-dir", tmp_path / "out")
+    assert (outcome.status, caplog.text) == (0, "")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == scaling

@@ -98,6 +98,16 @@ def test_what_is_put_comes_out_in_order(header: Header) -> None:
     assert taken == [A, B, C]
 
 
+def test_the_largest_tensor_of_those_that_wait_is_taken_first(header: Header) -> None:
+    stream = Stream(1 << 20)
+    shapes = {A: (2, 3), B: (2, 3), C: (4, 3)}
+    stream.put_header(replace(header, manifest={key: TensorInfo(shape, "float32") for key, shape in shapes.items()}))
+    for key, shape in shapes.items():
+        stream.put(key, Lazy(shape))
+    stream.end(3)
+    assert [key for key, _ in stream] == [C, A, B]
+
+
 def test_several_takers_share_the_tensors_out(header: Header) -> None:
     keys = [Key(f"t{number}") for number in range(500)]
     stream, taken = Stream(1 << 20), list[Key]()

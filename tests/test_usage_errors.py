@@ -7,7 +7,7 @@ import pytest
 
 from formats.tensor import FileTensor, StridedTensor
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, run, snapshot, unchanged
+from tests.runs import Outcome, assert_refused, run, snapshot, unchanged, write_old_output
 
 
 @pytest.fixture
@@ -141,8 +141,9 @@ def test_two_models_that_differ_end_with_status_4(model: Path, tmp_path: Path) -
 
 
 def test_a_directory_that_can_not_be_written_to_is_an_error_of_its_own(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with unchanged(tmp_path):
-        target = model / "config.json" / "below"
+        target = tmp_path / "file" / "below"
         assert_refused(
             run("convert", "--load-dir", model, "--saver", "core", "--save-dir", target), 1, str(target.parent)
         )
@@ -191,9 +192,11 @@ def test_an_occupied_target_is_refused_and_untouched(model: Path, tmp_path: Path
         assert_refused(convert(model), 2, str(tmp_path / "out"), "already exists", "--overwrite")
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
-def test_an_occupied_target_is_replaced_on_demand(model: Path, tmp_path: Path, kind: str) -> None:
-    occupy(tmp_path / "out", kind)
+@pytest.mark.parametrize("kind", ["directory", "symlink"])
+def test_an_old_output_is_replaced_on_demand(model: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "symlink":
+        (tmp_path / "out").symlink_to("real")
+    write_old_output(tmp_path / ("real" if kind == "symlink" else "out"))
     before = sorted(path.name for path in tmp_path.iterdir())
     assert convert(model, "--overwrite").status == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -202,7 +205,7 @@ def test_an_occupied_target_is_replaced_on_demand(model: Path, tmp_path: Path, k
 
 
 def test_a_failed_run_that_would_have_replaced_a_target_leaves_it(model: Path, tmp_path: Path) -> None:
-    occupy(tmp_path / "out", "directory")
+    write_old_output(tmp_path / "out")
     with unchanged(tmp_path):
         assert_refused(convert(model, "--overwrite", "--tp", 3), 2, "heads")
 

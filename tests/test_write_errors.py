@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from formats import staging
-from megaconv.engine.conversion import ConvertOptions, convert
+from formats import renames
+from megaconv.engine.conversion import ConvertOptions, convert, fingerprint
 from megaconv.errors import CheckpointError, NotEnoughSpace
 from megaconv.options import SaveOptions
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, snapshot, start, unchanged
+from tests.runs import assert_refused, finish, run, snapshot, start, unchanged, write_old_output
 
 
 @pytest.fixture
@@ -140,10 +142,10 @@ def convert_with_faults(model: Path, target: Path, call: Call, code: int, expect
 @pytest.mark.parametrize("there", ["nothing", "an empty directory", "an old output"])
 def test_an_error_at_any_call_leaves_the_target_as_it_was(model: Path, tmp_path: Path, call: Call, there: str) -> None:
     target = tmp_path / "out"
-    if there != "nothing":
+    if there == "an empty directory":
         target.mkdir()
     if there == "an old output":
-        (target / "precious.txt").write_text("precious")
+        write_old_output(target)
     if (call.name, there) == ("rename", "an old output"):
         pytest.skip("an old output is exchanged")
     assert convert_with_faults(model, target, call, errno.EIO, CheckpointError)
@@ -155,13 +157,50 @@ def test_a_full_disk_at_any_call_is_told_as_such(model: Path, tmp_path: Path, ca
     assert convert_with_faults(model, tmp_path / "out", call, code, NotEnoughSpace) > 4
 
 
+EITHER_WAY = [
+    Call(os, "open"), Call(os, "close"), Call(os, "fstat"), Call(os, "stat"), Call(os, "lstat"), Call(os, "unlink"), Call(os, "rmdir"),
+    Call(os, "scandir"), Call(fcntl, "flock"), Call(Path, "unlink"), Call(Path, "rmdir"), Call(Path, "iterdir"), Call(Path, "open"),
+]  # fmt: skip
+"""Calls whose errors a run survives at some moments, and ends with at others."""
+
+
+@pytest.mark.parametrize("call", EITHER_WAY, ids=lambda call: f"{call.owner.__name__}.{call.name}")
+@pytest.mark.parametrize("old", [False, True])
+def test_an_error_at_any_other_call_ends_the_run_or_is_survived_and_leaves_nothing(
+    model: Path, tmp_path: Path, call: Call, old: bool
+) -> None:
+    """The output is there if, and only if, the run says so."""
+    target, options = tmp_path / "out", ConvertOptions(overwrite=old, workers=1)
+    number = reached = 0
+    while reached >= number:
+        number += 1
+        if old:
+            write_old_output(target)
+        before = snapshot(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            faulty = Faulty(patch, call, number, errno.EIO)
+            failure = None
+            try:
+                convert(model, target, "core", options)
+            except (CheckpointError, OSError) as error:
+                failure = str(error)
+            reached = faulty.calls
+        if failure is not None:
+            assert os.strerror(errno.EIO) in failure
+            assert snapshot(tmp_path) == before, number
+        else:
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"], number
+            assert fingerprint(target) == fingerprint(model)
+        shutil.rmtree(target, ignore_errors=True)
+    assert number > 1
+
+
 def test_without_an_exchange_in_one_step_an_old_output_is_replaced_in_two(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On file systems that can't swap names, an error at any rename still leaves the old output."""
-    monkeypatch.setattr(staging, "_exchange", lambda left, right: False)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious.txt").write_text("precious")
+    monkeypatch.setattr(renames, "exchange", lambda left, right: False)
+    write_old_output(tmp_path / "out")
     before = snapshot(tmp_path)
     for number in (1, 2):
         with pytest.MonkeyPatch.context() as patch:

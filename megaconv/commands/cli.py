@@ -1,9 +1,6 @@
 """The command line. Work is imported inside each command, so that --help answers at once."""
 
-import gc
 import json
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from megaconv.commands import command_options as opt
-from megaconv.commands.endings import errors_told
+from megaconv.commands.endings import say
+from megaconv.commands.process import ignore_signals
+from megaconv.commands.process import run as run_process
 from megaconv.errors import Interrupted, is_interruption
+from megaconv.terminal import show
 
 app = typer.Typer(
     name="megaconv",
@@ -93,6 +93,7 @@ def convert(
     dry_run: opt.DryRun = False,
     resume: opt.Resume = False,
     overwrite: opt.Overwrite = False,
+    check_source: opt.CheckSource = True,
     as_json: Json = False,
     model_type: opt.ModelType = None,
     ignored: opt.Ignored = None,
@@ -130,7 +131,7 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
-        extra=opt.extra(option),
+        extra=opt.extra(option), check_source=check_source,
     )  # fmt: skip
     ranks = started_ranks()
     if not dry_run:
@@ -139,7 +140,12 @@ def convert(
         _dry_run(load_dir, save_dir, saver, options, as_json)
 
 
-def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
+def _complete(error: BaseException) -> str:
+    """What an interruption that came too late says of the output."""
+    return str(error) if isinstance(error, Interrupted) else ""
+
+
+def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
@@ -156,31 +162,32 @@ def _convert(load_dir: str, save_dir: Path, saver: str, options: Any, ranks: Any
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
-        raise Interrupted("give --resume again to go on" if options.resume else "") from None
+        raise Interrupted(_complete(error) or ("give --resume again to go on" if options.resume else "")) from None
     if ranks.rank:
         return
+    ignore_signals()
     if as_json:
         _print_json(report.to_json())
         return
     assert report.fingerprint is not None
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
-    print(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
+    show(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     for notice in report.notices:
-        print(notice, file=sys.stderr)
+        say(notice)
     verified = " (verified)" if report.verified else ""
-    print(f"fingerprint {report.fingerprint.weights}{verified}")
+    show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
-        print(f"optimizer   {report.fingerprint.optimizer}{verified}")
+        show(f"optimizer   {report.fingerprint.optimizer}{verified}")
 
 
 def _print_from_base(report: Any) -> None:
     for name in report.plan.from_base:
-        print(f"from the original: {name}")
+        show(f"from the original: {name}")
 
 
-def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: bool) -> None:
+def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.engine.conversion import prepare
 
@@ -190,10 +197,10 @@ def _dry_run(load_dir: str, save_dir: Path, saver: str, options: Any, as_json: b
         return
     _print_from_base(report)
     for name, size in report.files.items():
-        print(f"{size:>18,}  {save_dir / name}")
+        show(f"{size:>18,}  {Path(save_dir) / name}")
     for notice in report.notices:
-        print(notice, file=sys.stderr)
-    print(
+        say(notice)
+    show(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
     )
 
@@ -205,18 +212,25 @@ def inspect(
     config: Config = None,
     true_vocab_size: TrueVocab = None,
     option: opt.Option = None,
+    check_source: opt.CheckSource = True,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only."""
+    """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
+
+    Exit status 3: names or shapes of its tensors are not what its megaconv.json says.
+    """
     from megaconv.commands.inspection import inspect as run
     from megaconv.options import LoadOptions
 
-    found = run(path, LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option)), loader)
+    options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
+    found = run(path, options, loader, check_source=check_source)
     if as_json:
         _print_json(found.to_json())
-        return
-    for label, text in found.lines():
-        print(f"{label:<11} {text}")
+    else:
+        for label, text in found.lines():
+            show(f"{label:<11} {text}")
+    if found.differences:
+        raise typer.Exit(3)
 
 
 @app.command(epilog="Example: megaconv fingerprint Llama-2-7b")
@@ -249,9 +263,9 @@ def fingerprint(
             }
         )
     else:
-        print(found.weights)
+        show(found.weights)
         if found.optimizer is not None:
-            print(f"{found.optimizer} (optimizer)")
+            show(f"{found.optimizer} (optimizer)")
 
 
 @app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
@@ -263,7 +277,10 @@ def verify(
     option: opt.Option = None,
     as_json: Json = False,
 ) -> None:
-    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs."""
+    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
+
+    Configuration, tokenizer and other small files are compared with the hashes there.
+    """
     from megaconv.commands.progress import Progress
     from megaconv.commands.verification import verify as run
     from megaconv.options import LoadOptions
@@ -274,11 +291,12 @@ def verify(
     if as_json:
         _print_json(found.to_json())
     elif found.same:
-        print(f"as written: {found.tensors} tensors, fingerprint {found.found}")
+        files = f" and {found.files} other files" if found.files else ""
+        show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
     else:
-        print(f"different: fingerprint {found.found}, written was {found.recorded}")
+        show(f"different: fingerprint {found.found}, written was {found.recorded}")
         for name, kind in found.differences.items():
-            print(f"  {name}  {kind}")
+            show(f"  {name}  {kind}")
     if not found.same:
         raise typer.Exit(4)
 
@@ -295,21 +313,23 @@ def diff(
     loader_b: opt.LoaderB = None,
     option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
+    check_source: opt.CheckSource = True,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor. Exit status 0: the same; 4: they differ.
 
     Optimizer state is compared where both have it.
     """
-    from megaconv.commands.comparison import diff_sources, open_both
+    from megaconv.commands.comparison import diff_sources, open_both, source_checks
     from megaconv.commands.progress import Progress
     from megaconv.engine.plan import default_workers
     from megaconv.options import LoadOptions
 
     load = LoadOptions(optimizer=optimizer, extra=opt.extra(option))
     left, right = open_both(a, b, load, (loader_a or loader, loader_b or loader))
+    checks = source_checks(a, left, b, right) if check_source else None
     with Progress("comparing", lambda: left.header.nbytes) as progress:
-        found = diff_sources(left, right, default_workers(writing=False), progress.advance)
+        found = diff_sources(left, right, default_workers(writing=False), progress.advance, checks)
     if as_json:
         _print_json(found.to_json())
     else:
@@ -321,15 +341,15 @@ def diff(
 def _print_diff(found: Any) -> None:
     if found.same:
         slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
-        print(f"the same: {found.tensors} tensors are equal{slots}")
+        show(f"the same: {found.tensors} tensors are equal{slots}")
     else:
-        print(f"different: {len(found.differences)} of {found.tensors} tensors")
+        show(f"different: {len(found.differences)} of {found.tensors} tensors")
         width = max(len(str(item.key)) for item in found.differences)
         for item in found.differences:
             largest = f", largest difference {item.max_abs:.3g}" if item.max_abs is not None else ""
-            print(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
+            show(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
     for name, left, right in found.config:
-        print(f"  configuration: {name} is {left!r} in A, {right!r} in B")
+        show(f"  configuration: {name} is {left!r} in A, {right!r} in B")
 
 
 @app.command(epilog="Example: megaconv formats --json | jq .matrix.llama")
@@ -342,7 +362,7 @@ def formats(as_json: Json = False) -> None:
         _print_json(found.to_json())
         return
     for line in found.lines():
-        print(line)
+        show(line)
 
 
 @app.command()
@@ -367,24 +387,6 @@ def _print_json(document: Any) -> None:
     print(json.dumps(document, indent=1))
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # impatience must not disturb the cleaning up
-    raise Interrupted
-
-
 def main() -> None:
-    """The entry point: turns errors into one line and an exit status."""
-    import logging
-
-    logging.addLevelName(logging.WARNING, "warning")
-    logging.basicConfig(format="megaconv: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
-    try:
-        with errors_told():
-            sys.exit(app(standalone_mode=False))
-    finally:
-        gc.freeze()  # or the interpreter would look through everything once more before it ends
-        gc.enable()
+    """The entry point."""
+    run_process(lambda: app(standalone_mode=False))

@@ -16,6 +16,13 @@ Examples:
 
 
 Input = Annotated[str, typer.Argument(help="A checkpoint, or a Hub id such as hf://org/name@revision.", metavar="PATH")]
+CheckSource = Annotated[
+    bool,
+    typer.Option(
+        "--check-source/--no-check-source",
+        help="Whether an input that has a megaconv.json has to be what that says (exit status 3 otherwise).",
+    ),
+]
 LoadDir = Annotated[
     str,
     typer.Option(
@@ -25,7 +32,8 @@ LoadDir = Annotated[
     ),
 ]
 SaveDir = Annotated[
-    Path, typer.Option("--save-dir", "--save", help="Output directory; must not exist yet, or be empty.")
+    str,  # which may be empty, as a path may not
+    typer.Option("--save-dir", "--save", metavar="PATH", help="Output directory; must not exist yet, or be empty."),
 ]
 Saver = Annotated[
     str,
@@ -181,7 +189,8 @@ Release = Annotated[
 AllowLossy = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-lossy", help="Leave out a feature that the output has no words for: rope_scaling, activation."
+        "--allow-lossy",
+        help="Leave out what the output can't express: rope_scaling, activation, overflow (of values beyond --dtype's range).",
     ),
 ]
 

@@ -12,7 +12,8 @@ import numpy as np
 from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv.engine.conversion import open_source
-from megaconv.engine.fingerprints import read_blocks
+from megaconv.engine.fingerprints import read_blocks, tensor_hasher
+from megaconv.engine.record import SourceCheck, check_source
 from megaconv.hub import resolve
 from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source
@@ -83,23 +84,42 @@ def open_both(
     return left, right
 
 
+def source_checks(a: str, left: Source, b: str, right: Source) -> tuple[SourceCheck, SourceCheck]:
+    """What the records of two opened sources say. Raises CorruptCheckpoint where names or shapes are not as recorded."""
+    return check_source(resolve(a), left.header.manifest), check_source(resolve(b), right.header.manifest)
+
+
 def diff_sources(
-    left: Source, right: Source, workers: int, advance: Callable[[int], None] = lambda count: None
+    left: Source,
+    right: Source,
+    workers: int,
+    advance: Callable[[int], None] = lambda count: None,
+    checks: tuple[SourceCheck, SourceCheck] | None = None,
 ) -> Diff:
-    """Reads both completely. Slots other than weights are compared where both sides have them."""
+    """Reads both completely. Slots other than weights are compared where both sides have them.
+
+    checks: what the sources' own records say. Raises CorruptCheckpoint where a tensor that was compared is not what its record says.
+    """
+    checks = checks or (SourceCheck(), SourceCheck())
     in_left, in_right = dict(left.tensors()), dict(right.tensors())
     shared = {key.slot for key in in_left} & {key.slot for key in in_right}
     slots = (WEIGHT, *(slot for slot in SLOTS if slot in shared))
     keys = [key for key in in_left if key.slot in slots]
     keys += [key for key in in_right if key.slot in slots and key not in in_left]
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda key: _compare(key, in_left, in_right, advance), keys)
+        found = pool.map(lambda key: _compare(key, in_left, in_right, advance, checks), keys)
         differences = tuple(item for item in found if item is not None)
+    for check in checks:
+        check.require_intact()
     return Diff(len(keys), differences, tuple(config_differences(left.header.config, right.header.config)), slots)
 
 
 def _compare(
-    key: Key, in_left: Mapping[Key, LazyTensor], in_right: Mapping[Key, LazyTensor], advance: Callable[[int], None]
+    key: Key,
+    in_left: Mapping[Key, LazyTensor],
+    in_right: Mapping[Key, LazyTensor],
+    advance: Callable[[int], None],
+    checks: tuple[SourceCheck, SourceCheck],
 ) -> Difference | None:
     left, right = in_left.get(key), in_right.get(key)
     if left is None or right is None:
@@ -110,16 +130,29 @@ def _compare(
         return Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}")
     if left.dtype != right.dtype:
         return Difference(key, "dtype", f"{left.dtype} / {right.dtype}")
-    return _compare_values(key, left, right, advance)
+    return _compare_values(key, left, right, advance, checks)
 
 
-def _compare_values(key: Key, left: LazyTensor, right: LazyTensor, advance: Callable[[int], None]) -> Difference | None:
+def _compare_values(
+    key: Key,
+    left: LazyTensor,
+    right: LazyTensor,
+    advance: Callable[[int], None],
+    checks: tuple[SourceCheck, SourceCheck],
+) -> Difference | None:
     unequal, largest = 0, 0.0
+    hashers = [tensor_hasher(left) if check.expects(key) else None for check in checks]
     for ours, theirs in zip(read_blocks(left), read_blocks(right), strict=True):
+        for hasher, block in zip(hashers, (ours, theirs), strict=True):
+            if hasher is not None:
+                hasher.update(block.reshape(-1))
         if not np.array_equal(ours, theirs):
             count, distance = _distance(ours, theirs, left.dtype)
             unequal, largest = unequal + count, max(largest, distance)
         advance(ours.nbytes)
+    for check, hasher in zip(checks, hashers, strict=True):
+        if hasher is not None:
+            check.found(key, hasher.hexdigest())
     if not unequal:
         return None
     total = int(np.prod(left.shape, dtype=np.int64))

@@ -3,10 +3,11 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from megaconv.errors import CODES, CheckpointError, Interrupted, is_interruption
+from megaconv.terminal import show
 
 
 @contextmanager
@@ -15,19 +16,18 @@ def errors_told() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
+        say(f"megaconv: error: {error}")
         _end(error.code, str(error))
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
         hint = (str(error) if isinstance(error, Interrupted) else "") or "nothing was left behind"
-        print(f"megaconv: interrupted; {hint}", file=sys.stderr)
+        say(f"megaconv: interrupted; {hint}")
         _end("interrupted", f"interrupted; {hint}")
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # nobody reads any more
         sys.exit(1)
     except OSError as error:
-        print(f"megaconv: error: {error}", file=sys.stderr)
+        say(f"megaconv: error: {error}")
         _end("system-error", str(error))
     except Exception as error:
         usage: Any = error
@@ -35,6 +35,13 @@ def errors_told() -> Iterator[None]:
             raise
         usage.show()  # Typer's own: an option that is not known, or has no such value
         _end("wrong-usage", usage.format_message())
+
+
+def say(text: str) -> None:
+    """A line on stderr, for whoever still reads it."""
+    with suppress(OSError):
+        show(text, sys.stderr)
+        sys.stderr.flush()
 
 
 def _end(code: str, message: str) -> NoReturn:

@@ -1,14 +1,19 @@
 """What a checkpoint is, from its metadata alone."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from formats.tensor import ITEMSIZE
 from megaconv.engine.conversion import open_source
+from megaconv.engine.record import RECORD_NAME, find_record
+from megaconv.hub import resolve
+from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import fields_of
 from megaconv.model.ir import Header, weight_kinds
 from megaconv.options import LoadOptions
 
@@ -20,10 +25,11 @@ class Inspection:
     path: str
     loader: str
     header: Header
+    differences: Mapping[str, str] | None = None
+    """Tensor -> how its name or shape is not what the checkpoint's own record says; None where nothing was recorded, or asked."""
 
     def to_json(self) -> dict[str, Any]:
         header, config = self.header, self.header.config
-        described = {name: value for name, value in asdict(config).items() if name not in ("hf", "family")}
         return {
             "path": self.path,
             "format": header.source,
@@ -38,7 +44,10 @@ class Inspection:
             "consumed_train_samples": header.training.consumed_train_samples,
             "optimizer": self._optimizer(),
             "files": sorted(header.files),
-            "config": described,
+            "record": None
+            if self.differences is None
+            else {"same": not self.differences, "differences": dict(self.differences)},
+            "config": fields_of(config),
             "tensors": {
                 str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
             },
@@ -107,6 +116,10 @@ class Inspection:
             step = "" if optimizer["step"] is None else f", step {optimizer['step']:,}"
             found.append(("optimizer", optimizer["kind"] + step))
         found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
+        if self.differences is not None:
+            others = listing([f"{name} {what}" for name, what in self.differences.items()])
+            said = f"{RECORD_NAME} differs: {others}" if others else f"names and shapes are as {RECORD_NAME} says"
+            found.append(("record", said))
         return found
 
 
@@ -144,7 +157,14 @@ def readable(size: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
 
 
-def inspect(path: str | Path, options: LoadOptions | None = None, loader: str | None = None) -> Inspection:
-    """Reads metadata only. loader: None: the one that recognises it. Raises CheckpointError."""
-    name, source = open_source(path, loader, replace(options or LoadOptions(), metadata_only=True, optimizer=False))
-    return Inspection(str(path), name, source.header)
+def inspect(
+    path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
+) -> Inspection:
+    """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
+    if it has one. Raises CheckpointError."""
+    options = options or LoadOptions()
+    name, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=False))
+    told = options.config is not None or options.true_vocab_size is not None
+    record = find_record(resolve(str(path))) if check_source and not told else None
+    differences = None if record is None else record.other_tensors(source.header.manifest)
+    return Inspection(str(path), name, source.header, differences)

@@ -1,16 +1,17 @@
 """Reads a checkpoint back against the fingerprints that were recorded when it was written: `megaconv.verify(path)`."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaconv.engine.conversion import RECORD_NAME, open_source
+from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
-from megaconv.errors import CorruptCheckpoint
+from megaconv.engine.record import RECORD_NAME, Record, find_record
+from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
 from megaconv.hub import Place, resolve
+from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
 
@@ -23,7 +24,9 @@ class Verification:
     found: str
     tensors: int
     differences: Mapping[str, str] = field(default_factory=dict)
-    """Tensor -> `changed`, `missing` (recorded only) or `added` (found only)."""
+    """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only)."""
+    files: int = 0
+    """Small files that were compared: configuration, tokenizer and the like."""
 
     @property
     def same(self) -> bool:
@@ -36,6 +39,7 @@ class Verification:
             "recorded": self.recorded,
             "found": self.found,
             "tensors": self.tensors,
+            "files": self.files,
             "differences": dict(self.differences),
         }
 
@@ -49,37 +53,46 @@ def verify(
 ) -> Verification:
     """Reads all of a checkpoint. advance is called with the bytes of every block. loader: None: the one that recognises it.
 
-    Raises CorruptCheckpoint where no fingerprints were recorded, and whatever opening the checkpoint raises.
+    Raises CorruptCheckpoint where no fingerprints were recorded, ModelsDiffer where a changed file lets nothing be opened, and
+    whatever opening the checkpoint raises.
     """
-    recorded, tensors = _read_record(resolve(str(path)))
-    _, source = open_source(path, loader, options)
+    record = _need_record(resolve(str(path)))
+    changed = record.changed_files()
+    try:
+        _, source = open_source(path, loader, options)
+    except CheckpointError as error:
+        if not changed:
+            raise
+        files = listing([f"{name} ({kind})" for name, kind in changed.items()])
+        raise ModelsDiffer(f"{path}: is not as written: {files}; and it can't be opened: {error}") from error
     found = fingerprint_source(source, workers or default_workers(writing=False), advance)
-    return Verification(str(path), recorded, found.weights, len(tensors), _differences(tensors, found))
+    differences = _differences(record.tensors, found) | changed
+    return Verification(
+        str(path), record.fingerprint, found.weights, len(record.tensors), differences, len(record.files)
+    )
 
 
-def _read_record(place: Place) -> tuple[str, dict[str, str]]:
-    """(fingerprint of the weights, of each tensor). They lie in the output's directory, also where the input is a file of it."""
+def _need_record(place: Place) -> Record:
     if isinstance(place, str):
         raise CorruptCheckpoint(
             f"{place}: nothing can lie beside a URI to verify it against; megaconv diff compares with another checkpoint",
             code="no-fingerprints",
         )
+    record = find_record(place)
+    if record is not None:
+        return record
     path = place.parent if place.is_file() else place
-    file = path / RECORD_NAME
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if (path / RECORD_NAME).exists():
         raise CorruptCheckpoint(
-            f"{path}: has no {RECORD_NAME}, so that nothing is known to verify it against; "
-            "megaconv writes one into every output, and megaconv diff compares with another checkpoint",
+            f"{path / RECORD_NAME}: is about another iteration than the one that the tracker names, of which nothing is known to "
+            "verify it against; megaconv diff compares with another checkpoint",
             code="no-fingerprints",
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file}: is not a readable JSON file ({error})") from error
-    whole, tensors = (record.get(key) if isinstance(record, dict) else None for key in ("fingerprint", "tensors"))
-    if not isinstance(whole, str) or not isinstance(tensors, dict):
-        raise CorruptCheckpoint(f"{file}: expected fingerprint and tensors, which megaconv writes there")
-    return whole, tensors
+        )
+    raise CorruptCheckpoint(
+        f"{path}: has no {RECORD_NAME}, so that nothing is known to verify it against; "
+        "megaconv writes one into every output, and megaconv diff compares with another checkpoint",
+        code="no-fingerprints",
+    )
 
 
 def _differences(recorded: Mapping[str, str], found: Fingerprint) -> dict[str, str]:

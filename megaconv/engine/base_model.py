@@ -82,15 +82,19 @@ def _inside(name: str, begin: str, inside: str) -> str:
     return inside + name[len(begin) :] if name.startswith(begin) else name
 
 
-def open_base(directory: str | Path, dtype: str) -> BaseModel:
-    """dtype: of what is quantized there. Raises UsageError where there is no model, CheckpointError for a damaged one."""
+def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel:
+    """dtype, overflow: of what is quantized there, as for dequantize().
+
+    Raises UsageError where there is no model, CheckpointError for a damaged one.
+    """
     directory = Path(directory)
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
             f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"
         )
     weights, tensors = read_directory(directory)
-    return BaseModel(directory, dequantize(tensors, load_config(directory / CONFIG_NAME), dtype, str(weights)))
+    said = load_config(directory / CONFIG_NAME)
+    return BaseModel(directory, dequantize(tensors, said, dtype, str(weights), overflow=overflow))
 
 
 class CopiedTensors:

@@ -1,13 +1,13 @@
-"""Change of dtype on the way: the only arithmetic there is, and the only reason to import torch while converting."""
+"""Change of dtype on the way: floating-point weights in another dtype, computed block by block while they are read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
-from megaconv.errors import UsageError
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, row_blocks
+from megaconv.engine import rounding
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, is_trained
 from megaconv.model.training import MASTER
@@ -28,22 +28,46 @@ def dtype_name(word: str) -> str:
 
 @dataclass(frozen=True)
 class CastTensor:
-    """Another tensor's values, rounded to nearest even where the dtype is narrower."""
+    """Another tensor's values, rounded to nearest even where the dtype is narrower.
+
+    Reading it raises NotExpressible where a number would become infinite, unless overflow is allowed.
+    """
 
     source: LazyTensor
     dtype: str
+    name: str
+    """For messages."""
+    overflow: bool
 
     @property
     def shape(self) -> Shape:
         return self.source.shape
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        import torch
+        stored = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
+        self.source.read_into(box, stored)
+        made = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
+        try:
+            rounding.convert(stored, self.source.dtype, made, self.dtype, overflow=self.overflow)
+        except rounding.BeyondRange:
+            raise NotExpressible(
+                f"{self.name}: its largest value, {self._largest():g}, is beyond the range of {self.dtype}; "
+                "choose another --dtype, or give --allow-lossy overflow to make such values infinite"
+            ) from None
+        if made is not out:
+            np.copyto(out, made)
 
-        raw = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
-        self.source.read_into(box, raw)
-        values: Any = torch.from_numpy(raw).view(getattr(torch, self.source.dtype))
-        np.copyto(out, values.to(getattr(torch, self.dtype)).view(torch.uint8).numpy())
+    def _largest(self) -> float:
+        """The finite value of the largest magnitude; reads the whole tensor."""
+        largest = 0.0
+        for box in row_blocks(self.shape, self.source.dtype, 1 << 20):
+            stored = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
+            self.source.read_into(box, stored)
+            values = rounding.exact(stored, self.source.dtype)
+            values = values[np.isfinite(values)]
+            ends = (largest, float(values.min(initial=0)), float(values.max(initial=0)))
+            largest = max(ends, key=abs)
+        return largest
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,8 @@ class CastSource:
 
     source: Source
     dtype: str
+    overflow: bool = False
+    """Whether values beyond the dtype's range may become infinite; otherwise they are an error."""
 
     @property
     def header(self) -> Header:
@@ -68,11 +94,11 @@ class CastSource:
         header = self.source.header
         if not header.carries_optimizer:
             for key, tensor in self.source.tensors():
-                yield key, _cast(tensor, self._dtype(key, tensor.dtype))
+                yield key, self._cast(key, tensor, self._dtype(key, tensor.dtype))
             return
         found = dict(self.source.tensors())
         for key, origin, dtype in self._made(header.manifest):
-            yield key, _cast(found[origin], dtype)
+            yield key, self._cast(key, found[origin], dtype)
 
     def _made(self, manifest: Mapping[Key, TensorInfo]) -> Iterator[tuple[Key, Key, str]]:
         """(tensor, the one that it is made from, its dtype)"""
@@ -92,6 +118,5 @@ class CastSource:
             return dtype  # Megatron and transformers keep it in float32 whatever the model has
         return self.dtype if dtype in _FLOATS else dtype
 
-
-def _cast(tensor: LazyTensor, dtype: str) -> LazyTensor:
-    return tensor if tensor.dtype == dtype else CastTensor(tensor, dtype)
+    def _cast(self, key: Key, tensor: LazyTensor, dtype: str) -> LazyTensor:
+        return tensor if tensor.dtype == dtype else CastTensor(tensor, dtype, str(key), self.overflow)

@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-import os
 import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from formats.opened import OpenedFiles
 from formats.staging import Staging
 from formats.tensor import LazyTensor
 from megaconv import registry
@@ -19,17 +20,17 @@ from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.engine.ranks import ALONE, Ranks
+from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream, as_lazy
+from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
-from megaconv.errors import Cancelled, ModelsDiffer, UsageError
+from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions, SaveOptions
+from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-RECORD_NAME = "megaconv.json"
-"""In every output: where it came from, and its fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class ConvertOptions:
     verify: bool = False
     resume: bool = False
     overwrite: bool = False
+    check_source: bool = True
+    """Whether a source that has a megaconv.json has to be what that says."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
 
@@ -71,12 +74,14 @@ class Report:
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
+    check: SourceCheck = field(default_factory=SourceCheck, repr=False)
+    """What the source's own record says."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        return (*((LEFT_OUT,) if left_out else ()), *self.plan.notices)
+        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -147,22 +152,30 @@ def prepare(
 
     processes: that will write it together, each with files of its own.
     """
+    for word in options.save.allow_lossy:
+        if word not in LOSSES:
+            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
     if options.save.base is not None and saver != "hf":
         raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
     source, extra = open_input(load_dir, saver, options)
+    written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
     if options.dtype is not None:
-        source = CastSource(source, dtype_name(options.dtype))
+        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
+    check = SourceCheck()
+    if options.check_source:
+        told = options.load.config is not None or options.load.true_vocab_size is not None
+        check = check_source(resolve(str(load_dir)), written, source.header.manifest, other_shapes=told)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
-    size = len(_record(str(load_dir), saver, source.header, blank))
-    return source, Report(source.header, plan, Path(save_dir), memory, size)
+    size = len(record_json(str(load_dir), saver, source.header, plan, blank))
+    return source, Report(source.header, plan, Path(save_dir), memory, size, check=check)
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
@@ -176,6 +189,8 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
         )
     wanted = can_hold and options.optimizer is not False and not options.save.release
     dtype = None if options.dtype is None else dtype_name(options.dtype)
+    if dtype == "float16":
+        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
     return replace(options.load, optimizer=wanted, dtype=dtype)
 
 
@@ -191,42 +206,75 @@ def convert(
 
     ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
     """
-    with ranks:
-        started = time.monotonic()
-        staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
-        path = resolve(str(load_dir))
-        if isinstance(path, Path) and staging.target in Path(os.path.realpath(path)).parents:
-            raise UsageError(f"{save_dir}: holds the source {load_dir}, which it would replace; choose another place")
+    complete: list[str] = []
+    try:
+        with ranks:
+            return _convert(load_dir, save_dir, saver, options, advance, ranks, complete)
+    except BaseException as error:
+        if complete and is_interruption(error):
+            kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
+            raise kind(f"{complete[0]} is complete") from None
+        if complete and isinstance(error, CheckpointError):
+            raise CheckpointError(f"{error}; {complete[0]} is complete") from error
+        raise
+
+
+def _convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    options: ConvertOptions,
+    advance: Callable[[int], None],
+    ranks: Ranks,
+    complete: list[str],
+) -> Report:
+    """complete: where save_dir is entered when the output is there, whatever happens then."""
+    started = time.monotonic()
+    refuse_place(save_dir)
+    staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
+    place = resolve(str(load_dir))
+    refuse_loss(save_dir, place, (options.load.config, options.save.base), RECORD_NAME)
+    opened = OpenedFiles()
+    with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-        identity = _identity(path, source.header, options)
-        ranks.agree("source", identity)
-        ranks.agree("options", repr((saver, staging.target, options)))
-        if not options.resume and not ranks.rank:
-            staging.require_space(report.nbytes)
-        shares = share_out(report.plan, source.header.manifest, ranks.size)
-        try:
+    asked = [options.dtype, options.all_extra(), _revision(place, source.header, options)]
+    ranks.agree("source", _digest(asked, opened.listing()))
+    ranks.agree("options", repr((saver, staging.target, options)))
+    # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
+    identity = _digest(asked, opened.listing(), opened.inode_changes())
+    if not options.resume and not ranks.rank:
+        staging.require_space(report.nbytes)
+    shares = share_out(report.plan, source.header.manifest, ranks.size)
+    try:
+        with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
-            if ranks.rank:
-                staging.sync()  # rank 0 does when it commits
-            fingerprint = combine(_gather(ranks, shares, digests))
-            if options.verify:
-                hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
-                verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
-                ranks.gather("")
-            if ranks.rank:
-                staging.keep()
-            else:
-                record = staging.file(RECORD_NAME, report.record_bytes)
-                record.write(0, _record(str(load_dir), saver, source.header, fingerprint))
-                staging.commit()
-        except BaseException as error:
-            # An interrupted run is worth keeping only for somebody who said that they'd resume it.
-            interrupted = ranks.fail(error)
-            if options.resume and interrupted:
-                staging.keep()
-            else:
-                staging.discard()
-            raise
+        opened.require_unchanged()
+        if ranks.rank:
+            staging.finish()  # rank 0 does when it commits
+        fingerprint = combine(_gather(ranks, shares, digests))
+        if not ranks.rank:
+            report.check.compare(fingerprint)
+        if options.verify:
+            hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
+            verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
+            ranks.gather("")
+        if ranks.rank:
+            staging.keep()
+        else:
+            record = staging.file(RECORD_NAME, report.record_bytes)
+            record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
+            staging.commit()
+    except BaseException as error:
+        # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+        interrupted = ranks.fail(error)
+        if options.resume and interrupted:
+            staging.keep()
+        else:
+            staging.discard()
+        raise
+    finally:
+        if staging.committed:
+            complete.append(str(save_dir))
     return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
 
 
@@ -247,7 +295,8 @@ def _transfer(
             block_bytes=block_bytes(options.max_memory, workers), advance=advance,
         )  # fmt: skip
     stream = Stream(options.max_memory // 2)
-    sender = threading.Thread(target=_send, args=(source, stream), name="loader", daemon=True)
+    # In a copy of the context, so that files which a source opens no sooner than here are noted too.
+    sender = threading.Thread(target=copy_context().run, args=(_send, source, stream), name="loader", daemon=True)
     sender.start()
     digests = transfer.run(stream, workers)
     sender.join()
@@ -295,35 +344,20 @@ def verify_fingerprint(
             raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
 
 
-def _record(source_path: str, saver: str, header: Header, fingerprint: Fingerprint) -> bytes:
-    """What megaconv.json says."""
-    record = {
-        "megaconv": __version__,
-        "source": {"path": source_path, "kind": header.source},
-        "saver": saver,
-        "family": header.config.family,
-        "fingerprint": fingerprint.weights,
-        "optimizer_fingerprint": fingerprint.optimizer,
-        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
-    }
-    return (json.dumps(record, indent=1) + "\n").encode()
+def _digest(*what: Any) -> str:
+    return hashlib.sha256(json.dumps([__version__, *what]).encode()).hexdigest()
 
 
-def _identity(path: Place, header: Header, options: ConvertOptions) -> str:
-    """Changes whenever what is read does: names, sizes and times of all files of the source; what the loader says of a URI.
+def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str]:
+    """What the loader of a URI says about it, whose files nobody here can look at.
 
     Raises UsageError where a run of a URI is to be resumed of which nobody knows whether it has changed.
     """
-    if isinstance(path, str):
-        if options.resume and header.revision is None:
-            raise UsageError(f"--resume: the loader of {path} doesn't tell whether it has changed since; leave it out")
-        place, listing = path, [[header.revision or "", 0, 0]]
-    else:
-        files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
-        place = str(path.resolve())
-        listing = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    asked = [options.dtype, options.all_extra()]
-    return hashlib.sha256(json.dumps([__version__, place, asked, listing], sort_keys=True).encode()).hexdigest()
+    if isinstance(place, Path):
+        return []
+    if options.resume and header.revision is None:
+        raise UsageError(f"--resume: the loader of {place} doesn't tell whether it has changed since; leave it out")
+    return [place, header.revision or ""]
 
 
 def _workers(options: ConvertOptions) -> int:

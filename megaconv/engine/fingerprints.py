@@ -72,5 +72,6 @@ def fingerprint_source(
     """Reads every tensor once, or those of them that are asked for."""
     with ThreadPoolExecutor(workers) as pool:
         items = [(key, tensor) for key, tensor in source.tensors() if only is None or key in only]
+        items.sort(key=lambda item: -byte_count(item[1].shape, item[1].dtype))  # or a large one may be left for the end
         digests = pool.map(lambda item: fingerprint_tensor(item[1], advance), items)
         return combine({key: digest for (key, _), digest in zip(items, digests, strict=True)})

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from formats.output import FileLayout
 from formats.tensor import Box
-from megaconv.model.ir import Key
-from megaconv.model.natives import Region
+from megaconv.errors import NotExpressible
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.natives import NativeTensor, Region
 
 MAX_WORKERS = 8
 BLOCK_BYTES = 2 << 20
@@ -27,6 +28,16 @@ class Placement(NamedTuple):
     regions: Sequence[Region]
     offset: int = 0
     """Bytes in the record before the native tensor, which may be one of several there."""
+
+
+def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
+    """Of a native tensor that is to be written. Raises NotExpressible where its parts are of several."""
+    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
+    if len(dtypes) > 1:
+        raise NotExpressible(
+            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
+        )
+    return dtypes.pop()
 
 
 def needed_boxes(placements: Sequence[Placement]) -> list[Box]:

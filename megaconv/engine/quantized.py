@@ -16,13 +16,12 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
+from megaconv.engine.cast import CastTensor
+from megaconv.engine.rounding import Floats, rounded
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families.parts.hf_config import quant_method
-
-Floats = NDArray[np.float32]
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _GROUP = 32
@@ -77,17 +76,29 @@ class Mxfp4Tensor:
         with np.errstate(over="ignore", invalid="ignore"):
             pairs *= _powers()[exponents][:, :, None]
         cols = slice(box.col0 - first * _GROUP, box.col1 - first * _GROUP)
-        np.copyto(out, rounded(pairs.reshape(box.rows, -1)[:, cols], self.dtype))
+        np.copyto(out, rounded(np.ascontiguousarray(pairs.reshape(box.rows, -1)[:, cols]), self.dtype))
 
 
 def dequantize(
-    tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: str | None, where: str
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, Any],
+    dtype: str | None,
+    where: str,
+    *,
+    overflow: bool = False,
 ) -> dict[str, LazyTensor]:
     """The same tensors with plain ones in place of quantized ones and their scales.
 
-    config: config.json. dtype: of what was quantized; None: bfloat16. Raises NotExpressible for another method,
-    TensorMismatch for scales that are missing or don't fit.
+    config: config.json. dtype: of what was quantized; None: bfloat16. overflow: as for CastTensor, of float16. Raises
+    NotExpressible for another method, TensorMismatch for scales that are missing or don't fit.
     """
+    if dtype == "float16":
+        wide = dequantize(tensors, config, "float32", where)
+        was_plain = {id(tensor) for tensor in tensors.values()}
+        return {
+            name: tensor if id(tensor) in was_plain else CastTensor(tensor, dtype, name, overflow)
+            for name, tensor in wide.items()
+        }
     dtype = dtype or "bfloat16"
     method = quant_method(config, where)
     if method == "fp8":
@@ -177,17 +188,3 @@ def _powers() -> Floats:
     """2 ^ (scale - 127) of all 256 scales."""
     with np.errstate(over="ignore"):
         return np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
-
-
-def rounded(values: Floats, dtype: str) -> Bytes:
-    """[rows, cols] of float32 as bytes [rows, cols * itemsize] of float32, float16 or bfloat16, to nearest even."""
-    values = np.ascontiguousarray(values)
-    if dtype == "float32":
-        return values.view(np.uint8)
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint8)
-    bits = values.view(np.uint32)
-    upper = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    upper[np.isnan(values)] = 0x7FC0  # rounding up may have made an infinity of it
-    return upper.view(np.uint8)

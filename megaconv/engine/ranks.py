@@ -3,6 +3,7 @@
     store       what ranks tell each other: digests, and who was the first to fail (that of torch.distributed's rendezvous)
     gloo        the watch: twice a second rank 0 asks every other rank how it does; a process that is killed drops its
                 connection, which is noticed at once
+    the store's connection (store_watch.py)     drops when the process that started the ranks is killed
 
 Whatever ends one rank ends all: those who learn of it send themselves SIGTERM, which takes the way of every interrupted
 conversion. The first to fail tells its cause, the others say nothing. Torch is imported only where there are ranks.
@@ -19,6 +20,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from formats.signals import ENDING
+from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import CheckpointError, Interrupted, UsageError, is_interruption
 
 JOIN_SECONDS = 60
@@ -87,6 +90,7 @@ class Joined(Ranks):
         self._state, self._moved, self._gathered = _WORKING, 0, 0
         self._lost: int | None = None
         """A rank that ended without a word."""
+        self._without_store = False
         self._first: str | None = None
         self._tells = False
         """Whether this rank was the first to end, and has to say why."""
@@ -104,17 +108,21 @@ class Joined(Ranks):
         if self.rank:
             logging.disable(logging.WARNING)  # all ranks plan the same, and rank 0 says what there is to say
         self._watch.start()
+        self._store_watch = StoreWatch(self._address, self._lose_store)
         return self
 
     def _join(self) -> None:
         """Raises CheckpointError when the others don't come."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it prints pages when a rank dies; we say it in a line
+        from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import init_process_group
         from torch.distributed.rendezvous import rendezvous
 
         wait, place = timedelta(seconds=JOIN_SECONDS), (self.rank, self.size)
         try:
-            self._store: Any = next(rendezvous(f"tcp://{self._address}", *place, timeout=wait))[0]
+            store = next(rendezvous(f"tcp://{self._address}", *place, timeout=wait))[0]
+            # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
+            self._store: Any = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             init_process_group("gloo", store=self._store, rank=place[0], world_size=place[1], timeout=wait)
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -137,6 +145,8 @@ class Joined(Ranks):
         self._leave()
         if not self._tells:
             raise SystemExit(1) from None
+        if self._without_store and isinstance(error, Interrupted):
+            raise CheckpointError(silence(self._address)) from None
         if self._lost is not None and isinstance(error, Interrupted):
             raise CheckpointError(
                 f"rank {self._lost} ended without a word: was it killed, or its machine lost?",
@@ -151,6 +161,7 @@ class Joined(Ranks):
         self._state = _DONE
         self._wake.set()
         self._watch.join()
+        self._store_watch.stop()
         if self._state == _ENDED:
             raise Interrupted
         distributed.destroy_process_group()
@@ -193,7 +204,7 @@ class Joined(Ranks):
     # Failing.
 
     def fail(self, error: BaseException) -> bool:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         interrupted = is_interruption(error)
         if interrupted and self._first is None:
@@ -212,8 +223,9 @@ class Joined(Ranks):
                 mine = f"{how} {self.rank}"
                 try:
                     self._first = str(self._store.compare_set("end", "", mine).decode())
-                except RuntimeError:  # the store has gone, and rank 0 with it
-                    self._first = mine if self.rank <= 1 else "interrupted 1"
+                except RuntimeError:  # the store has gone: rank 0 tells, or rank 1 if rank 0 has gone with it
+                    teller = 1 if self._lost == 0 else 0
+                    self._first = mine if self.rank == teller else f"interrupted {teller}"
                 self._tells = self._first == mine
             return self._first
 
@@ -225,6 +237,7 @@ class Joined(Ranks):
                 time.sleep(_POLL_SECONDS)
 
     def _leave(self) -> None:
+        self._store_watch.stop()
         with suppress(RuntimeError):
             self._store.add("left", self.rank > 0)
         self._watch.join(_PATIENCE_SECONDS)
@@ -279,6 +292,10 @@ class Joined(Ranks):
                 self._lost, known = 0, _ENDED
                 self._claim("interrupted")
         self._learn(known)
+
+    def _lose_store(self) -> None:
+        self._without_store = True
+        self._learn(_ENDED)
 
     def _learn(self, known: int) -> None:
         """Wake the main thread, whatever it waits for."""

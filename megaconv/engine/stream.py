@@ -5,13 +5,13 @@ has been taken. The two sides run concurrently, and whatever ends one side ends 
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.errors import Cancelled, TensorMismatch
 from megaconv.model.check import Ledger
 from megaconv.model.ir import Header, Key
@@ -59,7 +59,9 @@ class Stream:
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._held_bytes = 0
-        self._waiting: deque[tuple[Key, LazyTensor]] = deque()
+        self._waiting: list[tuple[int, int, Key, LazyTensor]] = []
+        """A heap: the largest first, of one size in the order in which they came. (-bytes, number, key, tensor)"""
+        self._count = 0
         self._changed = threading.Condition()
         self._header: Header | None = None
         self._ledger: Ledger | None = None
@@ -85,7 +87,8 @@ class Stream:
             self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             self._raise_if_failed()
             self._held_bytes += size
-            self._waiting.append((key, lazy))
+            self._count += 1
+            heappush(self._waiting, (-byte_count(lazy.shape, lazy.dtype), self._count, key, lazy))
             self._changed.notify_all()
 
     def _has_room(self, size: int) -> bool:
@@ -114,14 +117,18 @@ class Stream:
             return self._header
 
     def __iter__(self) -> Iterator[tuple[Key, LazyTensor]]:
-        """Tensors as they come, shared out among all threads that iterate; ends after the last one of the manifest."""
+        """Shares tensors out among all threads that iterate; ends after the last one of the manifest.
+
+        The largest of those waiting goes first: were it the last (the head of a language model), one thread would be
+        left at work with it at the end.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._error is not None or self._waiting or self._ended)
                 self._raise_if_failed()
                 if not self._waiting:
                     return
-                key, tensor = self._waiting.popleft()
+                *_, key, tensor = heappop(self._waiting)
                 self._changed.notify_all()
             try:
                 yield key, tensor

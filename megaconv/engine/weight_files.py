@@ -92,10 +92,22 @@ def whole_model(
     bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
     whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
     spellings = [naming, HF_STACKED] if naming == HF and any(name.endswith(_STACKED) for name in kept) else [naming]
+    if spellings == [HF]:
+        _require_experts(config, len(kept), where)
     natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
     return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)
+
+
+def _require_experts(config: ModelConfig, held: int, where: str) -> None:
+    """Before they are named one by one: raises TensorMismatch where most of them can't be there."""
+    layers = len(config.layers_with("moe"))
+    if layers * config.experts.count > 2 * held + 10_000:
+        what = (
+            f"{held} tensors, the configuration tells of {config.experts.count:,} experts in each of {layers:,} layers"
+        )
+        raise TensorMismatch(f"{where}: holds {what}; it is incomplete, or of another model")
 
 
 def _expected(

@@ -10,10 +10,12 @@ from typing import Any
 
 from megaconv import plugins
 from megaconv.errors import UnknownFamily
-from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.words import CONFIG_NAME, Words, read_words, write_words
+from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.table import Row
 
 
@@ -56,6 +58,15 @@ class Family:
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 both understand. Raises NotExpressible, naming it, for a field that it can't keep."""
         return write_words(self.words, self.fixed, self.only, config, self.architectures[0], self.model_type)
+
+    def config_json(self, config: ModelConfig) -> bytes:
+        """The config.json to ship: the model's own words where they are known. Raises NotExpressible, as write_hf."""
+        now = self.write_hf(config)
+        if config.hf is None:
+            return as_file(now)
+        # Layers for multi-token prediction are spoken of in many a config.json whose files don't hold them.
+        before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
+        return as_file(updated(config.hf, self.write_hf(before), now))
 
 
 REFUSED = {
@@ -113,6 +124,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
     """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily."""
     raw = load_config(path)
+    require_countable(raw, str(path))
     with well_formed(str(path)):
         found = family_of_hf(raw, str(path))
         return found, found.read_hf(raw)

@@ -28,7 +28,7 @@ def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]
     def read(raw: Raw) -> Fields:
         layers, step, dense = (
             need_size(raw, "num_hidden_layers"),
-            raw.get("decoder_sparse_step", 1),
+            need_size(raw, "decoder_sparse_step", 1),
             raw.get("mlp_only_layers"),
         )
         chosen = [layer for layer in range(layers) if layer not in (dense or ()) and (layer + 1) % step == 0]

@@ -5,7 +5,7 @@ told otherwise; T5ForConditionalGeneration has none of these. Both are read and 
 and the other hasn't is refused.
 """
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import Family
 from megaconv.families.parts.decoder_words import model_words
 from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, need_size, number, size
@@ -218,6 +218,17 @@ def _read_heads(raw: Raw) -> Fields:
     return {"attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": need_size(raw, "d_kv")}
 
 
+def _scaled_outputs(raw: Raw) -> Fields:
+    """Whether the head is tied decides it, says the class, whatever the key is."""
+    tied = raw.get("tie_word_embeddings", True)
+    if raw.get("scale_decoder_outputs", tied) != tied:
+        raise UnknownFamily(
+            f"{CONFIG_NAME}: scale_decoder_outputs is {raw['scale_decoder_outputs']} and tie_word_embeddings {tied}; T5's outputs "
+            "are scaled if its head is tied, and only then"
+        )
+    return {}
+
+
 _WORDS = (
     size("d_model", "hidden"),
     size("d_ff", "mlp.ffn"),
@@ -237,12 +248,13 @@ _WORDS = (
     size("relative_attention_max_distance", "positions.max_distance", 128),
     Words(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
     *model_words(tied=True, tokens=(None, 1, 0)),
+    Words(("scale_decoder_outputs",), _scaled_outputs, lambda config: {}),
     Words(("decoder_start_token_id",), lambda raw: {}, lambda config: {"decoder_start_token_id": config.pad_token_id}),
 )
 _T5 = {"positions.kind": "relative", "attention.scale": 1.0}
 """All of Megatron's divide attention scores by the square root of the head size."""
 
 FAMILY = Family(
-    "t5", ("T5ForConditionalGeneration",), "t5", ROWS, words=_WORDS, fixed=_T5, only={"is_encoder_decoder": True},
+    "t5", ("T5ForConditionalGeneration",), "t5", ROWS, words=_WORDS, fixed=_T5, only={"is_encoder_decoder": True, "is_decoder": False},
     ignored=IGNORED, recognized="encoder",
 )  # fmt: skip

@@ -57,9 +57,9 @@ def well_formed(where: str) -> Iterator[None]:
 
 def same_names(expected: Collection[str], found: Collection[str], where: str) -> None:
     """Raise TensorMismatch, naming names, unless two sets of native tensor names are equal."""
-    known, there = set(expected), set(found)
-    missing = [name for name in expected if name not in there]
-    unknown = [name for name in found if name not in known]
+    wanted, held = set(expected), set(found)
+    missing = [name for name in expected if name not in held]
+    unknown = [name for name in found if name not in wanted]
     if missing:
         extra = f"; it has unknown ones: {listing(unknown)}" if unknown else ""
         raise TensorMismatch(

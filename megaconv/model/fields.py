@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.model.ceilings import require_possible
 from megaconv.model.config import (
     MLP,
     Attention,
@@ -71,6 +72,7 @@ def from_fields(family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | 
     unknown = values.keys() - set(FIELDS)
     if unknown:
         raise TypeError(f"a model has no {', '.join(sorted(unknown))}")
+    require_possible(values)
     grouped: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -167,8 +169,9 @@ def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Ite
     lost = lost_fields(config, back, but=but)
     if not lost:
         return
-    # What is only moot there follows from another field, which is the one to name.
-    names = sorted(lost, key=lambda name: name not in meaning_of(back))
+    # A field that is moot there follows from another one, which is the one to name.
+    kept_fields = meaning_of(back)
+    names = [name for name in lost if name in kept_fields] or list(lost)
     value, kept = lost[names[0]]
     more = f" (and {', '.join(names[1:])})" if names[1:] else ""
     raise NotExpressible(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megaconv.errors import LayoutError
+from megaconv.model.ceilings import LAYERS, RANKS
 
 
 class Chunk(NamedTuple):
@@ -116,8 +117,8 @@ def divide(total: int, parts: int, what: str, over: str) -> int:
 def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int, ...]:
     """Layers of each of the pp * vpp stages in model order. Raises LayoutError when they don't add up."""
     for name, size in (("pipeline", pp), ("virtual pipeline", vpp)):
-        if size < 1:
-            raise LayoutError(f"{name} parallel size is {size}; it has to be 1 or more")
+        if not 1 <= size <= RANKS:
+            raise LayoutError(f"{name} parallel size is {size}; it has to be 1 or more, and at most {RANKS:,}")
     if vpp > 1 and pp == 1:
         raise LayoutError("virtual pipeline stages need a pipeline parallel size of 2 or more")
     ways = [
@@ -215,14 +216,22 @@ def parse_pattern(pattern: str) -> tuple[int, ...]:
     `|` parts stages, `E` is the embedding, `t` a decoder layer, `m` one that predicts further tokens, `L` the head; `x*3`
     and `(xy)*3` repeat; commas are for the eye. Raises LayoutError.
     """
-    text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), pattern.replace(",", ""))
-    text = re.sub(r"([^*()\d])\*(\d+)", lambda match: match[1] * int(match[2]), text)
+    text = re.sub(r"\(([^()]*)\)\*(\d+)", _repeated, pattern[:_LONGEST_PATTERN].replace(",", ""))
+    text = re.sub(r"([^*()\d])\*(\d+)", _repeated, text[:_LONGEST_PATTERN])
     if not re.fullmatch(r"E[t|]*m*L", text):
         raise LayoutError(
-            f"layout string {pattern!r}: expected E, then decoder layers t in stages parted by |, then m for each layer that "
-            f"predicts further tokens, then L; got {text!r}"
+            f"layout string {pattern!r:.200}: expected E, then decoder layers t in stages parted by |, then m for each layer that "
+            f"predicts further tokens, then L; got {text!r:.200}"
         )
     return tuple(stage.count("t") for stage in text.split("|"))
+
+
+_LONGEST_PATTERN = 2 * (LAYERS + RANKS)
+"""Of a layout string, written out or not: every layer and every stage is one character. A longer one isn't whole then, and refused."""
+
+
+def _repeated(match: re.Match[str]) -> str:
+    return match[1] * min(int(match[2][:9]), _LONGEST_PATTERN // max(1, len(match[1])))
 
 
 def split_arguments(layout: Layout) -> dict[str, Any]:

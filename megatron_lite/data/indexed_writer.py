@@ -14,7 +14,8 @@ from types import TracebackType
 import numpy as np
 
 from formats.errors import TargetExists
-from formats.staging import StagedFile, sync_directory
+from formats.renames import sync_directory
+from formats.staging import StagedFile
 from megaconv.errors import UsageError
 from megatron_lite.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokens import TokenDtype, Tokens

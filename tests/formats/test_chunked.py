@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from formats.chunked import Chunk, ChunkedTensor, joined, require_cover
 from formats.errors import CorruptCheckpoint
-from formats.tensor import Box, Bytes, Shape, matrix_shape
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
 
 Boxes = list[tuple[Shape, Shape]]
 
@@ -63,7 +63,7 @@ def tensor_of(array: np.ndarray[Any, Any], boxes: Boxes) -> ChunkedTensor:
     return ChunkedTensor(array.shape, "int32", chunks)
 
 
-def read(tensor: ChunkedTensor, box: Box | None = None) -> np.ndarray[Any, Any]:
+def read(tensor: LazyTensor, box: Box | None = None) -> np.ndarray[Any, Any]:
     rows, cols = matrix_shape(tensor.shape)
     box = box or Box(0, rows, 0, cols)
     out = np.full((box.rows, 4 * box.cols), 255, np.uint8)
@@ -122,3 +122,16 @@ def test_joined_tensors_lie_one_under_the_other() -> None:
     assert np.array_equal(read(both), np.concatenate([first, second]))
     with pytest.raises(CorruptCheckpoint, match="don't fit"):
         joined(tensor_of(first, [((0, 0), (2, 3))]), tensor_of(first.T, [((0, 0), (3, 2))]))
+
+
+@settings(deadline=None)
+@given(chunked(), st.data())
+def test_chunks_are_read_under_any_other_shape(case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject) -> None:
+    """As GPT-2's transposed matrices and stacked experts are, whose rows and columns are counted in a shape of their own."""
+    array, boxes = case
+    cols = data.draw(st.sampled_from([size for size in range(1, array.size + 1) if array.size % size == 0]))
+    matrix = array.reshape(-1, cols)
+    row0, col0 = (data.draw(st.integers(0, size - 1)) for size in matrix.shape)
+    row1, col1 = data.draw(st.integers(row0 + 1, len(matrix))), data.draw(st.integers(col0 + 1, cols))
+    found = read(reshaped(tensor_of(array, boxes), matrix.shape), Box(row0, row1, col0, col1))
+    assert np.array_equal(found, matrix[row0:row1, col0:col1])

@@ -98,7 +98,7 @@ def test_a_tracker_of_binary_garbage_is_refused(tmp_path: Path) -> None:
         find_version(tmp_path)
 
 
-@pytest.mark.parametrize("word", ["5", "release", "9" * 300, "9" * 5000])
+@pytest.mark.parametrize("word", ["5", "release", "9" * 300, "9" * 4000])
 def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str) -> None:
     make(tmp_path / "iter_0000009", "mp_rank_00")
     track(tmp_path, word)

@@ -1,6 +1,5 @@
 """All or nothing: in which order things reach the disk, what a resumed run may rely on, who may write at a time."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from formats import staging
+from formats import renames
 from formats.errors import NotEnoughSpace, TargetExists
+from formats.journal import Journal
 from formats.staging import StagedFile, Staging
 from megaconv.engine import transfer
 from megaconv.engine.conversion import ConvertOptions, convert
@@ -98,7 +98,7 @@ class Recorder:
         self._watch(monkeypatch, os, "pwrite", self._of_descriptor)
         self._watch(monkeypatch, os, "fsync", self._of_descriptor)
         self._watch(monkeypatch, Path, "rename", self._of_path)
-        self._watch(monkeypatch, staging, "_exchange", self._of_path)
+        self._watch(monkeypatch, renames, "exchange", self._of_path)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: Callable[[Any], Path]) -> None:
         call = getattr(owner, name)
@@ -134,7 +134,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_after_it(
         file.write(0, b"1234")
     output.commit()
     data = ".out.megaconv-partial/data"
-    appeared = recorder.last("_exchange" if overwrite else "rename", data)
+    appeared = recorder.last("exchange" if overwrite else "rename", data)
     for name in files:
         assert recorder.last("pwrite", f"{data}/{name}") < recorder.last("fsync", f"{data}/{name}") < appeared
     for directory in (data, f"{data}/b", f"{data}/b/d"):
@@ -243,7 +243,7 @@ def test_a_journal_of_garbage_is_as_good_as_none(target: Path, content: bytes) -
     assert entries == []
     assert list((partial(target) / "data").iterdir()) == []
     output.keep()
-    assert json.loads((partial(target) / "journal.jsonl").read_text()) == {"plan": "plan"}
+    assert Journal(partial(target) / "journal.jsonl").read() == [{"plan": "plan"}]
 
 
 def damage_nothing(file: Path) -> None:
@@ -329,7 +329,7 @@ def test_an_old_output_is_replaced_with_or_without_an_exchange_in_one_step(
     monkeypatch: pytest.MonkeyPatch, target: Path, kind: str, in_one_step: bool
 ) -> None:
     if not in_one_step:
-        monkeypatch.setattr(staging, "_renameat2", None)
+        monkeypatch.setattr(renames, "_renameat2", None)
     if kind == "directory":
         (target / "old").mkdir(parents=True)
     else:
@@ -345,11 +345,12 @@ def test_linux_swaps_names_in_one_step(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / f"in {name}").touch()
-    if not staging._exchange(tmp_path / "a", tmp_path / "b"):
+    if not renames.exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system can't")
     assert (tmp_path / "a" / "in b").exists()
     assert (tmp_path / "b" / "in a").exists()
-    assert not staging._exchange(tmp_path / "a", tmp_path / "missing")
+    with pytest.raises(FileNotFoundError):
+        renames.exchange(tmp_path / "a", tmp_path / "missing")
 
 
 def test_a_target_behind_a_symlink_is_written_where_it_points(tmp_path: Path, target: Path) -> None:

@@ -7,7 +7,6 @@ from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.errors import UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
@@ -32,7 +31,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     ]
     # The pieces of a fused tensor have one dtype; it is that of each.
     dtypes = {native.name: header.manifest[Key(next(iter(native.parts)))].dtype for native in natives}
-    said = json.loads(config_json(config, table.write_hf(config)))
+    said = json.loads(table.config_json(config))
     shapes = {native.name: (native.shape, dtypes[native.name]) for native in natives}
     files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
     files[FILE] = PebbleLayout(said, shapes, _alignment(options))

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from formats.ceilings import CONFIG_BYTES
+from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families.parts.words import CONFIG_NAME
-from megaconv.model.config import ModelConfig
 
 QUANT_METHODS = ("fp8", "mxfp4")
 """quant_method of config.json."""
@@ -15,14 +16,11 @@ QUANT_METHODS = ("fp8", "mxfp4")
 
 def load_config(path: Path) -> dict[str, Any]:
     """Raises CorruptCheckpoint when the file is not a JSON object."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise CorruptCheckpoint(
             f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}", code="missing-file"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
+        )
+    config = read_json(path, CONFIG_BYTES)
     if not isinstance(config, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(config).__name__}")
     return config
@@ -42,13 +40,25 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
     return str(method)
 
 
-def config_json(config: ModelConfig, written: Mapping[str, Any]) -> bytes:
-    """The config.json to ship: the model's own words where we have them, with the dtype that the tensors now have."""
-    merged = dict(written)
-    if config.hf is not None:
-        merged = dict(config.hf)
-        key = "dtype" if "dtype" in merged else "torch_dtype"
-        merged |= {key: config.dtype, "vocab_size": config.vocab}
-        merged.setdefault("architectures", written["architectures"])
-        merged.pop("quantization_config", None)  # what was quantized no longer is
-    return (json.dumps(merged, indent=2, ensure_ascii=False) + "\n").encode()
+_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+"""What transformers 5 says in rope_parameters instead."""
+
+
+def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's own config.json, word for word, with what is otherwise now.
+
+    before, now: the file as we write it of the model that it describes, and of the one there is.
+    """
+    changes = {key: value for key, value in now.items() if key not in before or before[key] != value}
+    dtype = changes.pop("torch_dtype", None)
+    merged = {**said, **changes, **({} if dtype is None else {"dtype" if "dtype" in said else "torch_dtype": dtype})}
+    merged.setdefault("architectures", now["architectures"])
+    merged.pop("quantization_config", None)  # what was quantized no longer is
+    if changes.keys() & set(_ROPE) and "rope_parameters" in merged:
+        del merged["rope_parameters"]
+        merged |= {key: now[key] for key in _ROPE if key in now}
+    return merged
+
+
+def as_file(words: Mapping[str, Any]) -> bytes:
+    return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()

@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from formats.ceilings import CONFIG_BYTES
+from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
@@ -46,10 +48,7 @@ _PUBLISHED = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3))
 
 def load_params(path: Path) -> dict[str, Any]:
     """Raises CorruptCheckpoint when the file is no JSON object, NotExpressible for models that aren't plain decoders."""
-    try:
-        params = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
+    params = read_json(path, CONFIG_BYTES)
     params = params.get("model", params) if isinstance(params, dict) else params
     if not isinstance(params, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(params).__name__}")

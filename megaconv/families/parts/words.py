@@ -67,6 +67,10 @@ HARMLESS = frozenset(
 """Keys that change nothing in what a model computes from its weights and its input."""
 
 
+OFF: Raw = {"is_encoder_decoder": False, "add_cross_attention": False}
+"""Keys that every configuration may have, and that only a family which says so has with another value."""
+
+
 @dataclass(frozen=True)
 class Words:
     """Keys that belong together, and the fields that they tell."""
@@ -162,7 +166,7 @@ def read_words(family: str, words: Sequence[Words], fixed: Fields, only: Raw, ra
 
     fixed: fields that every model of the family has. only: keys that compute something, with the one value that is known.
     """
-    for key, value in only.items():
+    for key, value in {**OFF, **only}.items():
         if raw.get(key, value) != value:
             raise UnknownFamily(
                 f"{CONFIG_NAME}: {key} {raw[key]!r} is not known in this architecture, only {value!r} is"

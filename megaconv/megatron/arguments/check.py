@@ -61,8 +61,8 @@ def _is_off(value: object) -> bool:
 
 
 def _expected(limit: Limit) -> str:
-    values = [value for value in limit.accepted if value is not None]
-    return " or ".join(map(repr, values or [None]))
+    values = sorted(limit.accepted, key=lambda value: value is None)  # what users write first
+    return ("one of " if len(values) > 1 else "") + listing([repr(value) for value in values])
 
 
 def _check_old_positions(args: Namespace, found: Mapping[str, Any]) -> None:

@@ -148,32 +148,31 @@ _BY_REASON: Mapping[str, str] = {
     """,
     "training alone: losses, dropout, optimizer, schedule, evaluation": """
         _is_global_batch_size_explicitly_specified accumulate_allreduce_grads_in_fp32 adam_beta1 adam_beta2 adam_eps
-        apply_wd_to_qk_layernorm attention_dropout batch_size calculate_per_token_loss check_for_large_grads check_for_nan_in_loss
+        attention_dropout batch_size calculate_per_token_loss check_for_large_grads check_for_nan_in_loss
         check_for_nan_in_loss_and_grad check_for_spiky_loss check_weight_hash_across_dp_replicas_interval clip_grad
-        consumed_train_bins decoupled_lr decoupled_min_lr decrease_batch_size_if_needed do_test do_train do_valid
-        dump_param_to_param_group_map dynamic_loss_scale end_weight_decay error_injection_rate error_injection_type
-        eval_global_batch_size eval_interval eval_iters eval_micro_batch_size exp_avg_dtype exp_avg_sq_dtype export_freeze_mtp
-        export_kd_cfg export_kd_finalize export_kd_teacher_ckpt_format export_kd_teacher_load export_kd_teacher_model_config
-        finalize_model_grads_func freeze_all_layers freeze_base_for_mtp full_validation global_batch_size grad_reduce_in_bf16
-        grad_scale_func grad_sync_func head_lr_mult hidden_dropout hysteresis initial_loss_scale iteration iterations_to_skip
-        lion_beta1 lion_beta2 log_max_attention_logit logits_load_decode_threads logits_load_dir logits_load_ignore_errors
-        logits_load_kd_loss_alpha logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dir logits_save_dtype
-        logits_save_top_k logits_save_top_p logits_save_top_p_min_k loss_scale loss_scale_window lr lr_decay_iters
-        lr_decay_samples lr_decay_steps lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples
-        lr_warmup_steps lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style main_grads_dtype main_params_dtype manual_gc
-        manual_gc_eval manual_gc_interval micro_batch_size min_loss_scale min_lr moe_aux_loss_coeff moe_enable_routing_replay
-        moe_grad_scale_func moe_per_layer_logging moe_router_bias_update_rate moe_z_loss_coeff mtp_detach_heads
-        mtp_grad_scale_func mtp_hsm mtp_loss_scaling_factor multiple_validation_sets muon_coefficient_type muon_extra_scale_factor
-        muon_fp32_matmul_prec muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv
-        muon_tp_mode muon_use_nesterov muon_use_syrk no_sync_func no_weight_decay_cond_type num_floating_point_operations_so_far
-        optimizer optimizer_cpu_offload optimizer_offload_fraction override_lr_scheduler override_opt_param_scheduler
-        param_sync_func pin_cpu_grads pin_cpu_params qad_train_target qk_clip qk_clip_alpha qk_clip_threshold rampup_batch_size
-        rerun_mode result_rejected_tracker_filename sgd_momentum skip_train skipped_train_samples start_eval_at_iter
-        start_weight_decay step_batch_size_schedule teacher_model_config test_mode timers to_test train_iters train_samples
-        train_sync_interval use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler use_distributed_optimizer
-        use_layer_wise_distributed_optimizer use_layer_wise_param_layout use_precision_aware_optimizer
-        use_torch_optimizer_for_cpu_offload validation_set_names warmup wd_incr_steps weight_decay weight_decay_incr_style
-        wsd_decay_steps
+        consumed_train_bins decoupled_min_lr decrease_batch_size_if_needed do_test do_train do_valid dump_param_to_param_group_map
+        dynamic_loss_scale end_weight_decay error_injection_rate error_injection_type eval_global_batch_size eval_interval
+        eval_iters eval_micro_batch_size exp_avg_dtype exp_avg_sq_dtype export_freeze_mtp export_kd_cfg export_kd_finalize
+        export_kd_teacher_ckpt_format export_kd_teacher_load export_kd_teacher_model_config finalize_model_grads_func
+        freeze_all_layers freeze_base_for_mtp full_validation global_batch_size grad_reduce_in_bf16 grad_scale_func grad_sync_func
+        head_lr_mult hidden_dropout hysteresis initial_loss_scale iteration iterations_to_skip lion_beta1 lion_beta2
+        log_max_attention_logit logits_load_decode_threads logits_load_dir logits_load_ignore_errors logits_load_kd_loss_alpha
+        logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dir logits_save_dtype logits_save_top_k
+        logits_save_top_p logits_save_top_p_min_k loss_scale loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_steps
+        lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples lr_warmup_steps lr_wsd_decay_iters
+        lr_wsd_decay_samples lr_wsd_decay_style main_grads_dtype main_params_dtype manual_gc manual_gc_eval manual_gc_interval
+        micro_batch_size min_loss_scale min_lr moe_aux_loss_coeff moe_enable_routing_replay moe_grad_scale_func
+        moe_per_layer_logging moe_router_bias_update_rate moe_z_loss_coeff mtp_detach_heads mtp_grad_scale_func mtp_hsm
+        mtp_loss_scaling_factor multiple_validation_sets muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec
+        muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode
+        muon_use_nesterov muon_use_syrk no_sync_func num_floating_point_operations_so_far optimizer optimizer_cpu_offload
+        optimizer_offload_fraction override_lr_scheduler override_opt_param_scheduler param_sync_func pin_cpu_grads pin_cpu_params
+        qad_train_target qk_clip qk_clip_alpha qk_clip_threshold rampup_batch_size rerun_mode result_rejected_tracker_filename
+        sgd_momentum skip_train skipped_train_samples start_eval_at_iter start_weight_decay step_batch_size_schedule
+        teacher_model_config test_mode timers to_test train_iters train_samples train_sync_interval use_checkpoint_lr_scheduler
+        use_checkpoint_opt_param_scheduler use_distributed_optimizer use_layer_wise_distributed_optimizer
+        use_layer_wise_param_layout use_precision_aware_optimizer use_torch_optimizer_for_cpu_offload validation_set_names warmup
+        wd_incr_steps weight_decay weight_decay_incr_style wsd_decay_steps
     """,
     "serving, and reinforcement learning": """
         batch_invariant_backend batch_invariant_mode cache_mla_latents decode_only_cuda_graphs disable_chunked_prefill
@@ -271,6 +270,10 @@ _BY_REASON: Mapping[str, str] = {
         set_level_for_all_loggers straggler_ctrlr_port straggler_minmax_count tensorboard_dir tensorboard_log_interval
         tensorboard_queue_size throughput_window_size timing_log_level timing_log_option use_nsys_profiler use_pytorch_profiler
         wandb_entity wandb_exp_name wandb_project wandb_save_dir yaml_cfg
+    """,
+    "flags of megatron_lite, which says the same of the model in Megatron's words": """
+        compile disable_bias_linear finetune_data keep_last metrics_file no_bias_gelu_fusion no_check_for_nan_in_loss_and_grad
+        peak_tflops plot resume
     """,
 }
 

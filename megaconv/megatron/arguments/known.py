@@ -45,7 +45,8 @@ _READ = """
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout
     transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm bf16
     vocab_size make_vocab_size_divisible_by tokenizer_type
-    overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples megaconv_left_out
+    overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples
+    decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type megaconv_left_out
 """
 READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""

@@ -2,17 +2,17 @@
 
     q_lora_rank, kv_lora_rank             widths of the latent vectors; no q_lora_rank: queries are made directly
     qk_head_dim, qk_pos_emb_head_dim      elements of a head of q and k without and with a rotation; v_head_dim of v
-    rope_type                             `rope`, or `yarn` with rotary_scaling_factor, mscale, mscale_all_dim ...
+    rope_type                             `rope`, or `yarn` (if None, too) with rotary_scaling_factor, mscale, mscale_all_dim ...
 
 Rotating elements lie in pairs, as in DeepSeek's own files. Source: MLATransformerConfig and multi_latent_attention.py of
-megatron-core 0.16; DeepseekV3Attention and the yarn parameters of transformers 5.
+megatron-core 0.12 to 0.16; DeepseekV3Attention and the yarn parameters of transformers 5.
 """
 
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.model.config import ModelConfig
 
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
@@ -57,19 +57,9 @@ def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def read_latent(args: Namespace) -> dict[str, Any]:
-    """As fields of the configuration; none for any other attention."""
+    """As fields of the configuration; none for any other attention. Raises UnknownFamily."""
     if not getattr(args, "multi_latent_attention", False):
         return {}
-    scaling = None
-    if getattr(args, "rope_type", "yarn") == "yarn":
-        scaling = {name: getattr(args, name, value) for name, value in _YARN.items()} | {
-            "rope_type": "yarn",
-            "factor": float(getattr(args, "rotary_scaling_factor", 40)),
-        }
-        mscales = {
-            name: float(getattr(args, name, value)) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0))
-        }
-        scaling |= mscales if mscales["mscale_all_dim"] else {}
     rope_dim = args.qk_pos_emb_head_dim
     return {
         "attention.kv_heads": args.num_attention_heads,
@@ -78,5 +68,31 @@ def read_latent(args: Namespace) -> dict[str, Any]:
         "latent.v_dim": args.v_head_dim,
         "latent.kv_rank": args.kv_lora_rank,
         "latent.q_rank": args.q_lora_rank or 0,
-        "positions.scaling": scaling,
+        "positions.scaling": _read_scaling(args),
     }
+
+
+def _read_scaling(args: Namespace) -> dict[str, Any] | None:
+    """The parser has a rope_type since core 0.14; where nobody gave one, the configuration class says yarn."""
+    given = getattr(args, "rope_type", None)
+    factor = float(getattr(args, "rotary_scaling_factor", 40))
+    mscales = {name: float(getattr(args, name, value)) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0))}
+    _check_softmax(args, given, factor, mscales)
+    if given == "rope" or (given is None and factor == 1):  # a factor of 1 leaves yarn nothing to do
+        return None
+    usual: dict[str, Any] = dict(_YARN)
+    if not hasattr(args, "rope_type"):
+        usual["original_max_position_embeddings"] = args.max_position_embeddings
+    words = {name: getattr(args, name, value) for name, value in usual.items()}
+    return {"rope_type": "yarn", "factor": factor, **words} | (mscales if mscales["mscale_all_dim"] else {})
+
+
+def _check_softmax(args: Namespace, rope_type: str | None, factor: float, mscales: Mapping[str, float]) -> None:
+    """Attention scores are scaled by one of the mscales whatever the rope_type: up to core 0.13 the first, then the second."""
+    name = "mscale_all_dim" if hasattr(args, "rope_type") else "mscale"
+    expected = 0.0 if rope_type == "rope" else mscales["mscale_all_dim"]
+    if factor > 1 and mscales[name] != expected:
+        raise UnknownFamily(
+            f"the checkpoint's attention scores are scaled by {name} {mscales[name]} (rotary_scaling_factor {factor}, rope_type "
+            f"{rope_type}), its rotations by another; no model family that we know has that"
+        )

@@ -5,15 +5,20 @@
     decoupled   embedding and head, where they have a learning rate of their own
 
 Experts under expert parallelism are trained by a second optimizer with groups of the same kinds. Groups are told by
-their values, never by their order, which differs between releases and pipeline stages. Source: optimizer/__init__.py
-of Megatron core.
+their values, never by their order, which differs between releases and pipeline stages. Groups of one kind can't be told
+apart, since checkpoints name no parameters; they have to be the same but for experts'. Source: optimizer/__init__.py of
+Megatron core.
 """
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from formats.tensor import Shape
+from megaconv.errors import NotExpressible
 from megaconv.model.training import ParamGroup
+
+WITHOUT = "--no-optimizer converts the weights alone"
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config", "params", "step")
 _DECOUPLED = ("word_embeddings.weight", "output_layer.weight", "word_embeddings_for_head.weight")
@@ -62,6 +67,40 @@ def _is_plain(value: object) -> bool:
 
 def group_class(group: ParamGroup) -> Class:
     return Class(group.wd_mult != 0, group.decoupled_lr)
+
+
+def by_class(groups: Iterable[ParamGroup], args: Namespace, where: str) -> dict[Class, ParamGroup]:
+    """The groups of one optimizer. Raises NotExpressible where it can't be told which parameters are in which group."""
+    found: dict[Class, ParamGroup] = {}
+    no_decoupled_lr = hasattr(args, "decoupled_lr") and args.decoupled_lr is None
+    for group in groups:
+        if group.lr_mult != 1:
+            raise NotExpressible(f"{where}: parameter groups with an lr_mult can't be told apart; {WITHOUT}")
+        if group.decoupled_lr and no_decoupled_lr:
+            rate = group.settings.get("max_lr")
+            raise NotExpressible(
+                f"{where}: a parameter group has a learning rate of its own (max_lr {rate}), and the args have no decoupled_lr; "
+                f"of which parameters it is can't be told; {WITHOUT}"
+            )
+        require_same(found.setdefault(group_class(group), group), group, where)
+    for name in ("apply_wd_to_qk_layernorm", "no_weight_decay_cond_type"):
+        if value := getattr(args, name, None):
+            raise NotExpressible(f"{where}: {name} is {value!r}: the weight decay of norms can't be told; {WITHOUT}")
+    return found
+
+
+def require_same(group: ParamGroup, other: ParamGroup, where: str) -> None:
+    """Of two groups of one class. Raises NotExpressible naming what differs."""
+    if group != other:
+        ours, theirs = ({"wd_mult": each.wd_mult, **each.settings} for each in (group, other))
+        names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        differs = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in names)
+        decay, decoupled = group_class(group)
+        kind = f"with{'' if decay else 'out'} weight decay" + (", of embedding and head" if decoupled else "")
+        raise NotExpressible(
+            f"{where}: parameter groups of one kind ({kind}) differ in {differs}; which parameters are in which can't be told "
+            f"in another layout; {WITHOUT}"
+        )
 
 
 def write_order(groups: Iterable[ParamGroup]) -> list[int]:

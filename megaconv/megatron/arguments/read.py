@@ -16,6 +16,7 @@ from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.rope import read_scaling
+from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
 from megaconv.model.layout import LayerSplit, Layout, split_layers
@@ -211,7 +212,7 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
 
     def size(name: str) -> int | None:
         value = getattr(args, name, None)
-        return value if type(value) is int and value > 0 else None
+        return value if type(value) is int and 0 < value <= RANKS else None
 
     pattern = getattr(args, "pipeline_model_parallel_layout", None)
     split = LayerSplit(

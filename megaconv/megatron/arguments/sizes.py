@@ -178,7 +178,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
     if dense:
         found["mlp.ffn"] = layout.tp * dense[0].shape[-1]
     # A gated layer has two rows in its first matrix for every column of its second.
-    gates = [layer for layer in layers.values() if fc1 in layer]
+    gates = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
     found["mlp.gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
@@ -200,7 +200,7 @@ def _find_relative(first: Weights) -> dict[str, Any]:
 
 def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:
     if names.head not in last:
-        return True
+        return not getattr(args, "untie_embeddings_and_output_weights", False)
     may_be_copy = names.head == names.tied_copy and layout.pp > 1
     return may_be_copy and not getattr(args, "untie_embeddings_and_output_weights", False)
 

@@ -28,10 +28,10 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Placed
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
-from megaconv.megatron.arguments.param_groups import class_of, group_class, read_group
+from megaconv.megatron.arguments.param_groups import WITHOUT, Class, by_class, class_of, is_expert, read_group
 from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.optimizer.plan import once
-from megaconv.megatron.optimizer.rank import WITHOUT, Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.optimizer.rank import Parameter, RankOptimizer, number, parts, read, step_of
 from megaconv.megatron.optimizer.source import Optimizers
 from megaconv.megatron.states.names import BUFFERS, core_order
 from megaconv.megatron.states.ranks import RankId
@@ -46,6 +46,7 @@ _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
 _KEPT = "|".join((*ADAM, *SGD))
 _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|{_KEPT})\.(.+)")
 _FSDP_STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(.+)\.({_KEPT})")
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
 _BUCKET = re.compile(
     r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -158,7 +159,14 @@ class DistOptimizer:
             result.group_steps |= {step for step in (step_of(self._common_optimizer()),) if step is not None}
             groups = self._groups()
             result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
-            known = {group_class(group): group for group in (read_group(group, groups) for group in groups)}
+            known = {
+                experts: by_class(
+                    [read_group(group, groups) for group in groups if bool(group.get("is_expert_parallel")) == experts],
+                    self.args,
+                    self.where,
+                )
+                for experts in (False, True)
+            }
             result.grad_scaler = self._scaler()
             for name, weight in weights.items():
                 if not name.endswith(BUFFERS) and name not in aliases:
@@ -192,9 +200,11 @@ class DistOptimizer:
                 )
         return found
 
-    def _group_of(self, name: str, weight: LazyTensor, known: Mapping[Any, ParamGroup]) -> ParamGroup:
-        decoupled = any(group.decoupled_lr for group in known.values())
-        group = known.get(class_of(name, weight.shape, decoupled=decoupled))
+    def _group_of(self, name: str, weight: LazyTensor, known: Mapping[bool, Mapping[Class, ParamGroup]]) -> ParamGroup:
+        """known: groups of experts that have an optimizer of their own, and all others."""
+        theirs = known[True] if is_expert(name) and known[True] else known[False]
+        decoupled = any(kind.decoupled for kind in theirs)
+        group = theirs.get(class_of(name, weight.shape, decoupled=decoupled))
         if group is None:
             raise TensorMismatch(f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}")
         return group
@@ -224,9 +234,7 @@ class DistOptimizer:
                 by_parameter.setdefault(found[1], []).append((found[2], name))
         seen = set()
         for members in by_parameter.values():
-            identity = {
-                setting: name for setting, name in members if setting in ("wd_mult", "lr_mult", "is_decoupled_lr")
-            }
+            identity = {setting: name for setting, name in members if setting in _GROUP_IDENTITY}
             kind = tuple(self.directory.read_object(name) for name in identity.values())
             if kind not in seen:
                 seen.add(kind)

@@ -13,14 +13,14 @@ from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.distributed.chunks import PlannedChunk, cut
 from megaconv.megatron.distributed.keys import stack
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.optimizer.training_output import carry
-from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, native_dtype, tracker_and_sidecars
+from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.names import extra_states
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide

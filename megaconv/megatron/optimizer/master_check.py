@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from megaconv.engine.rounding import rounded
 from megaconv.errors import TensorMismatch
 
 _COMPARED_BYTES = 1 << 18
@@ -50,17 +51,6 @@ class CheckedMaster:
                 "Either the weights were changed after the checkpoint was saved, or the optimizer was saved wrongly (Megatron core "
                 "0.15 to 0.19 does so with fully_reshardable and several buckets); --no-optimizer converts the weights alone"
             )
-
-
-def rounded(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]], dtype: str) -> Bytes:
-    """fp32 to bfloat16 or float16, to nearest even, as bytes of the same number of rows."""
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint8)
-    bits = values.view(np.uint32)
-    # An infinite exponent must not overflow into the sign when a NaN is rounded up.
-    made = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), made).view(np.uint8)
 
 
 def _only_nan(made: Bytes, weight: Bytes, dtype: str) -> bool:

@@ -8,12 +8,13 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
 from megaconv.errors import NotExpressible
-from megaconv.megatron.arguments.param_groups import is_expert, write_group, write_order
+from megaconv.megatron.arguments.param_groups import group_class, is_expert, require_same, write_group, write_order
 from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, fill, gaps
 from megaconv.model.ir import WEIGHT, Key, TensorInfo
 from megaconv.model.natives import NativeTensor
@@ -156,10 +157,16 @@ class OptimizerWriter:
         used = {(is_expert(name), index) for name, index in self.state.group_of.items()}
         order = write_order(self.state.groups)
         kinds: dict[bool | None, tuple[bool, ...]] = {None: (False, True), False: (False,), True: (True,)}
-        return {
+        orders = {
             experts: [index for index in order if any((kind, index) in used for kind in held)]
             for experts, held in kinds.items()
         }
+        for experts in self.optimizers():
+            groups = [self.state.groups[index] for index in orders[experts]]
+            for group, other in combinations(groups, 2):
+                if group_class(group) == group_class(other):
+                    require_same(group, other, "one optimizer for experts and all others (ep 1)")
+        return orders
 
     def _is_member(self, native: NativeTensor, index: int, experts: bool | None) -> bool:
         return self.state.group_of[next(iter(native.parts))] == index and experts in (None, is_expert(native.name))

@@ -23,12 +23,18 @@ from formats.flattened import narrowed
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape, read_tensor
 from megaconv.errors import NotExpressible, TensorMismatch
-from megaconv.megatron.arguments.param_groups import Class, class_of, group_class, is_expert, read_group
+from megaconv.megatron.arguments.param_groups import (
+    WITHOUT,
+    Class,
+    by_class,
+    class_of,
+    group_class,
+    is_expert,
+    read_group,
+)
 from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
 from megaconv.megatron.states.names import BUFFERS
 from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
-
-WITHOUT = "--no-optimizer converts the weights alone"
 
 
 class Parameter(NamedTuple):
@@ -174,8 +180,7 @@ class _Part:
             raise NotExpressible(f"{self.where}: an optimizer of Megatron 1.0 can't be read; {WITHOUT}")
         groups = _groups(self.part)
         self.groups = [read_group(group, groups) for group in groups]
-        if any(group.lr_mult != 1 for group in self.groups):
-            raise NotExpressible(f"{self.where}: parameter groups with an lr_mult can't be told apart; {WITHOUT}")
+        self.by_class = by_class(self.groups, self.args, self.where)
         self.result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
         if "grad_scaler" in self.part:
             self.result.grad_scaler = {name: number(value) for name, value in self.part["grad_scaler"].items()}
@@ -273,10 +278,9 @@ class _Part:
                 self._enter(parameter, groups[parameter.chunk, parameter.name], slots)
 
     def _groups_by_class(self) -> dict[tuple[int, str], ParamGroup]:
-        groups = {group_class(group): group for group in self.groups}
         found: dict[tuple[int, str], ParamGroup] = {}
         for kind, members in self.members().items():
-            group = groups.get(kind) or self._fail(f"no group for {members[0].name} (was it frozen?)")
+            group = self.by_class.get(kind) or self._fail(f"no group for {members[0].name} (was it frozen?)")
             found |= {(parameter.chunk, parameter.name): group for parameter in members}
         return found
 

@@ -11,10 +11,10 @@ from formats import rank_files, torch_zip
 from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Assembled, Placed, assemble
 from megaconv.errors import TensorMismatch
-from megaconv.megatron.arguments.param_groups import group_class
+from megaconv.megatron.arguments.param_groups import WITHOUT, Class, group_class, is_expert, require_same
 from megaconv.megatron.arguments.sizes import Landmarks
 from megaconv.megatron.optimizer.master_check import CheckedMaster
-from megaconv.megatron.optimizer.rank import WITHOUT, RankOptimizer, kind_of, parameters, read, step_of
+from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
 from megaconv.megatron.states.names import BUFFERS
 from megaconv.megatron.states.ranks import RankId, Ranks
 from megaconv.model.check import listing, well_formed
@@ -118,17 +118,21 @@ def optimizer_state(
 ) -> OptimizerState:
     """All but the tensors. known: what could be told without them.
 
-    Raises TensorMismatch where parameters were updated different numbers of times.
+    Raises TensorMismatch where parameters were updated different numbers of times, NotExpressible where ranks have different
+    groups.
     """
+    kinds: dict[tuple[bool, Class], ParamGroup] = {}
     groups: list[ParamGroup] = []
     group_of: dict[str, int] = {}
     for item in placed:
         if item.group is not None:
-            kinds = [group_class(group) for group in groups]
-            if group_class(item.group) not in kinds:
-                groups.append(item.group)
-                kinds.append(group_class(item.group))
-            group_of |= dict.fromkeys(item.native.parts, kinds.index(group_class(item.group)))
+            # Experts have an optimizer of their own, whose groups may differ from the others'.
+            kind = is_expert(item.native.name), group_class(item.group)
+            group = kinds.setdefault(kind, item.group)
+            require_same(group, item.group, item.where)
+            if group not in groups:
+                groups.append(group)
+            group_of |= dict.fromkeys(item.native.parts, groups.index(group))
     scalers = (found.grad_scaler for found in optimizers.by_rank.values() if found.grad_scaler is not None)
     step = _step(optimizers.by_rank.values())
     return OptimizerState(known.kind, iteration if step is None else step, tuple(groups), group_of, next(scalers, None))

@@ -9,8 +9,8 @@ from formats.pickle_records import NumpyArray
 from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
+from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.optimizer.plan import OptimizerWriter
-from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.training import ADAM, TrainingState

@@ -12,11 +12,10 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, Shape, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.hf_config import config_json
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
@@ -28,7 +27,7 @@ from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, RankTensors, Region
-from megaconv.options import LOSSES, SaveOptions
+from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
 
@@ -50,11 +49,6 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     """Raises UsageError for what isn't known. formats: those that the saver can write."""
     if options.ckpt_format not in formats:
         raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
-    for word in options.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(
-                f"--allow-lossy {word!r} is not known; losses that can be allowed are {' and '.join(LOSSES)}"
-            )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
 
@@ -173,26 +167,13 @@ def iteration_of(header: Header, options: SaveOptions) -> int | None:
     return None if options.release or header.training.release else header.training.iteration or 1
 
 
-def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
-    """Raises NotExpressible where the parts are of several."""
-    dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
-    if len(dtypes) > 1:
-        raise NotExpressible(
-            f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
-        )
-    return dtypes.pop()
-
-
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
-    files: dict[str, FileLayout] = {
-        f"{SIDECAR_DIRECTORY}/{name}": PlainFile(path.read_bytes()) for name, path in header.files.items()
-    }
+    files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
     # A mixture that only Megatron knows has no config.json: its args say all there is to say.
     with suppress(NotExpressible):
-        written = family(config.family).write_hf(config)
-        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json(config, written))
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 

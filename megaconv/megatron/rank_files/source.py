@@ -15,6 +15,7 @@ from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, Usage
 from megaconv.families import family, read_config
 from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.megatron.arguments.encoder import refuse_lost_head
+from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
     Landmarks,
@@ -25,7 +26,6 @@ from megaconv.megatron.arguments.sizes import (
     with_stacks,
 )
 from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
-from megaconv.megatron.optimizer.rank import WITHOUT
 from megaconv.megatron.optimizer.source import (
     Optimizers,
     assemble_slots,
@@ -37,6 +37,7 @@ from megaconv.megatron.optimizer.source import (
 )
 from megaconv.megatron.optimizer.training_output import NOT_APART
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
@@ -108,12 +109,15 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     listing, ranks, args = source.listing, source.ranks, source.args
     names = with_stacks(dialect.landmarks, ranks)
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
-    layout = find_layout(ranks, args, names)
-    found = find_sizes(ranks, layout, args, names)
+    with well_formed(ranks.files[min(ranks.files)]):
+        layout = find_layout(ranks, args, names)
+        found = find_sizes(ranks, layout, args, names)
     legacy = dialect.naming == LEGACY
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts.count:
-        layout = replace(layout, etp=expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count))
+        with well_formed("the experts' shapes"):
+            etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
+        layout = replace(layout, etp=etp)
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
@@ -147,7 +151,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
         layout=written,
         training=training,
         files=find_sidecars(sidecars),
-        vocab_divisor=divisor if isinstance(divisor, int) and divisor > 0 else None,
+        vocab_divisor=divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None,
         source=dialect.description,
         padded_vocab=padded,
         has_optimizer=training.optimizer is not None,

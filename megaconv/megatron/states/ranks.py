@@ -113,6 +113,12 @@ def _require_stacks(ranks: Ranks) -> None:
 
 
 def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
+    most = max(ranks.tp, ranks.pp, ranks.ep)
+    if most > len(ranks.states):  # before it is counted up to: a directory may have any number in its name
+        raise CorruptCheckpoint(
+            f"{listing.directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
+            f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
+        )
     for pp_rank in range(ranks.pp):
         held = [rank for rank in ranks.states if rank.pp == pp_rank]
         missing = [f"tensor rank {tp}" for tp in range(ranks.tp) if tp not in {rank.tp for rank in held}]

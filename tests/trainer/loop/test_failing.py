@@ -125,3 +125,33 @@ def test_a_mistake_is_told_once_by_rank_0_and_ends_all(words: str, size: int, me
     assert len(said) == 1, running.logs()
     assert message in said[0]
     assert "Traceback" not in running.logs()
+
+
+@pytest.mark.parametrize("asynchronous", ["", "--async-save"])
+def test_ranks_whose_launcher_is_killed_end_with_one_line(tmp_path: Path, asynchronous: str) -> None:
+    words = (
+        f"{COMMAND} --train-iters 100000 --tensor-model-parallel-size 2 --save ckpt --save-interval 5 {asynchronous}"
+    )
+    running = launch(tmp_path / "run", 2, words, soon_lost)
+    tracker = tmp_path / "run" / "ckpt" / "latest_checkpointed_iteration.txt"
+    while not tracker.is_file() and all(process.is_alive() for process in running.processes):
+        time.sleep(0.05)
+    killed = time.monotonic()
+    running.store = None
+    assert running.wait() == [1, 1], running.logs()
+    assert time.monotonic() - killed < 20
+    told = [line for line in running.logs().splitlines() if "error" in line]
+    assert len(told) == 1, running.logs()
+    assert "the store of the rendezvous" in told[0]
+    assert "Traceback" not in running.logs()
+    train(
+        tmp_path / "run",
+        2,
+        f"{COMMAND} --tensor-model-parallel-size 2 --train-iters 100000 --save ckpt --resume --exit-interval 2",
+    )
+
+
+def soon_lost(rank: int) -> None:
+    from megaconv.engine import store_watch
+
+    store_watch.SILENT_SECONDS = 1.0

@@ -1,0 +1,67 @@
+"""The CRC-32 of a zip entry, compared when all of the entry has been read: by how many threads and in which pieces doesn't matter.
+
+Torch stores a CRC-32 with every storage and never looks at it again. Most of what reads a checkpoint reads storages whole,
+though in blocks and out of order; the CRCs of neighbouring stretches combine to that of both.
+"""
+
+from bisect import bisect_left
+from pathlib import Path
+from threading import Lock
+
+from isal.isal_zlib import crc32, crc32_combine
+from numpy import uint8
+from numpy.typing import NDArray
+
+from formats.errors import CorruptCheckpoint
+
+
+class EntryCheck:
+    """Of one entry. Stretches that overlap others are left out: then the entry may never count as read whole."""
+
+    __slots__ = ("_crc", "_done", "_lock", "_path", "_size", "_spans", "_start")
+
+    def __init__(self, path: Path, start: int, size: int, crc: int) -> None:
+        """start: in the file."""
+        self._path, self._start, self._size, self._crc = path, start, size, crc
+        self._lock, self._done = Lock(), False
+        self._spans: list[tuple[int, int, int]] = []
+        """(first byte, end, CRC) of what was read, in order; no two touch each other."""
+
+    def add(self, start: int, data: NDArray[uint8]) -> None:
+        """Bytes of the file from start on were read, contiguously. Raises CorruptCheckpoint when the last ones show that the entry
+        isn't what was stored."""
+        if self._done:
+            return
+        crc, start = crc32(data), start - self._start
+        with self._lock:
+            if self._done:
+                return
+            self._join(start, start + data.nbytes, crc)
+            if self._spans[0][:2] != (0, self._size):
+                return
+            self._done = True
+            if self._spans.pop()[2] != self._crc:
+                raise CorruptCheckpoint(
+                    f"{self._path}: the checksum of the tensor at byte {self._start} is wrong: it was damaged since it was saved; "
+                    "copy the file again"
+                )
+
+    def _join(self, start: int, end: int, crc: int) -> None:
+        spans = self._spans
+        first = bisect_left(spans, (start,))
+        last = first
+        while last < len(spans) and spans[last][1] <= end:
+            last += 1  # read before, and now again as a part of more
+        del spans[first:last]
+        before = spans[first - 1] if first else (0, 0, 0)
+        after = spans[first] if first < len(spans) else (end + 1, 0, 0)
+        if before[1] > start or after[0] < end:
+            return
+        if first and before[1] == start:
+            start, crc = before[0], crc32_combine(before[2], crc, end - start)
+            first -= 1
+            del spans[first]
+        if after[0] == end:
+            end, crc = after[1], crc32_combine(crc, after[2], after[1] - end)
+            del spans[first]
+        spans.insert(first, (start, end, crc))

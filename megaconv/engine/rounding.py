@@ -1,0 +1,135 @@
+"""Floating-point numbers from one dtype into another with numpy alone, to nearest even: bit for bit what torch makes of them.
+
+The long way leads through float32, which holds bfloat16 and float16 exactly; float64 is rounded twice, as torch does it.
+Between the two 16-bit dtypes there is a short way for nearly all numbers, in integers of their own size.
+
+What is not a number stays so: float16 keeps sign and upper bits as processors do, bfloat16 has the one pattern of torch's
+plain code (what its vector code writes depends on the processor).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.tensor import ITEMSIZE, Bytes
+
+Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
+
+_CHUNK = 1 << 16
+"""Elements that are converted at a time, so that what lies between two steps of arithmetic stays in the cache."""
+
+_MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
+_TOO_LARGE = {"float16": 0x477FF000, "bfloat16": 0x7F7F8000}
+"""The bits of the smallest float32 that is rounded to infinity: 65520, and halfway past the largest bfloat16."""
+
+
+class BeyondRange(ArithmeticError):
+    """A number became infinite that was not."""
+
+
+def convert(values: Bytes, source: str, out: Bytes, target: str, *, overflow: bool) -> None:
+    """Fill out, contiguous bytes of the target's dtype, with as many values, contiguous bytes of the source's.
+
+    overflow: numbers beyond the target's range become infinite. Otherwise they raise BeyondRange.
+    """
+    flat, made = values.reshape(-1), out.reshape(-1)
+    for start in range(0, flat.size // ITEMSIZE[source], _CHUNK):
+        stop = start + _CHUNK
+        chunk = flat[start * ITEMSIZE[source] : stop * ITEMSIZE[source]]
+        made[start * ITEMSIZE[target] : stop * ITEMSIZE[target]] = _converted(chunk, source, target, overflow)
+
+
+def _converted(values: Bytes, source: str, target: str, overflow: bool) -> Bytes:
+    if (source, target) not in _SHORT_WAYS:
+        return rounded(_widened(values, source, overflow), target, overflow=overflow)
+    stored = values.view(np.uint16)
+    made, is_right = _SHORT_WAYS[source, target](stored)
+    if not is_right.all():
+        others = np.flatnonzero(~is_right)
+        made[others] = rounded(
+            _widened(stored[others].view(np.uint8), source, overflow), target, overflow=overflow
+        ).view(np.uint16)
+    return made.view(np.uint8)
+
+
+def _widened(values: Bytes, dtype: str, overflow: bool) -> Floats:
+    """A vector of bytes as float32. Raises BeyondRange for a float64 that is too large, unless overflow is allowed."""
+    if dtype == "float32":
+        return values.view(np.float32)
+    if dtype == "bfloat16":
+        return np.left_shift(values.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+    stored = values.view(np.dtype(dtype))
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = stored.astype(np.float32)
+    if dtype == "float16":
+        made.view(np.uint32)[np.isnan(made)] |= 0x400000  # a signalling NaN becomes a quiet one, as in any processor
+    elif not overflow and np.any(np.isinf(made) & np.isfinite(stored)):
+        raise BeyondRange
+    return made
+
+
+def exact(values: Bytes, dtype: str) -> NDArray[np.floating]:
+    """Bytes of any of these dtypes as numbers that arithmetic can be done with."""
+    return values.view(np.float64) if dtype == "float64" else _widened(values, dtype, overflow=True)
+
+
+def rounded(values: Floats, dtype: str, *, overflow: bool = True) -> Bytes:
+    """A contiguous array of float32 as the bytes of float32, float16 or bfloat16; only the last axis changes its length.
+
+    overflow: as for convert().
+    """
+    if dtype == "float32":
+        return values.view(np.uint8)
+    bits = values.view(np.uint32)
+    magnitude = bits & _MAGNITUDE
+    made = _to_float16(values) if dtype == "float16" else _to_bfloat16(bits)
+    if magnitude.max(initial=0) >= _TOO_LARGE[dtype]:
+        if not overflow and np.any((magnitude >= _TOO_LARGE[dtype]) & (magnitude < _INFINITE)):
+            raise BeyondRange
+        unknown = magnitude > _INFINITE
+        kept = 0x7FC0 if dtype == "bfloat16" else bits[unknown] >> 16 & 0x8000 | 0x7E00 | bits[unknown] >> 13 & 0x3FF
+        made[unknown] = kept
+    return made.view(np.uint8)
+
+
+def _to_float16(values: Floats) -> Halves:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return values.astype(np.float16).view(np.uint16)
+
+
+def _to_bfloat16(bits: NDArray[np.uint32]) -> Halves:
+    """The upper halves. NaNs may come out as anything."""
+    made = bits >> 16
+    made &= 1
+    made += bits
+    made += 0x7FFF  # half of the last place, less one where that place is even: a tie goes up only from an odd one
+    made >>= 16
+    return made.astype(np.uint16)
+
+
+def _bfloat16_to_float16(stored: Halves) -> tuple[Halves, NDArray[np.bool_]]:
+    """(float16, where it is right: among the numbers that are normal ones in float16, none of which needs rounding)."""
+    made: Halves = np.bitwise_and(stored, 0x7FFF, dtype=np.uint16)
+    made -= 0x3880  # of 2^-14, the smallest of them; what is below wraps round and is large
+    is_right = made < 0x4780 - 0x3880
+    made += 1 << 7  # 2^-14 has exponent 1 in float16
+    made <<= 3
+    made |= stored & 0x8000
+    return made, is_right
+
+
+def _float16_to_bfloat16(stored: Halves) -> tuple[Halves, NDArray[np.bool_]]:
+    """(bfloat16, where it is right: for normal numbers)."""
+    made: Halves = np.bitwise_and(stored, 0x7FFF, dtype=np.uint16)
+    is_right = made - 0x0400 < 0x7C00 - 0x0400
+    made += (made >> 3 & 1) + 3  # as in _to_bfloat16, with three bits to drop
+    made >>= 3
+    made += (127 - 15) << 7
+    made |= stored & 0x8000
+    return made, is_right
+
+
+_SHORT_WAYS = {
+    ("bfloat16", "float16"): _bfloat16_to_float16,
+    ("float16", "bfloat16"): _float16_to_bfloat16,
+}

@@ -1,0 +1,59 @@
+"""What is printed for people: one line each, whatever is in the names that files and tensors have.
+
+A name may hold anything: line breaks, sequences that rewrite a terminal, characters that turn the direction of writing,
+bytes that are no text at all.
+"""
+
+import logging
+import sys
+from typing import TextIO
+
+LONGEST = 4000
+"""Characters of a line: more is cut off, with a note of how many."""
+
+
+def one_line(text: object, encoding: str | None = None) -> str:
+    """Text whose characters can all be seen: others are escaped as Python does (`\\n`, `\\x1b`, `\\u202e`, `\\udcff`).
+
+    encoding: whose characters alone there may be; None: all.
+    """
+    line = str(text)
+    if len(line) > LONGEST:
+        line = f"{line[:LONGEST]} ... ({len(line) - LONGEST:,} more characters)"
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if encoding is None else line.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def show(text: object, file: TextIO | None = None) -> None:
+    """Print one line; file: sys.stdout unless given."""
+    file = file or sys.stdout
+    print(one_line(text, file.encoding), file=file)
+
+
+def log_to_stderr(name: str) -> None:
+    """Warnings become lines on stderr that begin with this name; each is told once."""
+    logging.addLevelName(logging.WARNING, "warning")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(f"{name}: %(levelname)s: %(message)s"))
+    handler.addFilter(_Once())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return one_line(super().format(record))
+
+
+class _Once(logging.Filter):
+    """Lets each message pass once: files are opened to find out what they are, and then again, and all ranks' say the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        told = message in self._told
+        self._told.add(message)
+        return not told

@@ -1,0 +1,128 @@
+"""Checksums of zip entries: compared once an entry was read whole, in whatever pieces."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats import torch_zip
+from formats.entry_check import EntryCheck
+from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.tensor import Box, FileTensor, read_tensor, row_blocks
+
+CONTENT = random.Random(7).randbytes(1000)
+
+
+def feed(check: EntryCheck, pieces: list[tuple[int, int]], content: bytes = CONTENT) -> None:
+    for start, end in pieces:
+        check.add(100 + start, np.frombuffer(content[start:end], np.uint8))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 999), unique=True, max_size=30), st.randoms(use_true_random=False), st.booleans())
+def test_an_entry_read_in_any_pieces_and_any_order_is_compared_with_the_last(
+    cuts: list[int], chance: random.Random, twice: bool
+) -> None:
+    edges = [0, *sorted(cuts), 1000]
+    pieces = list(pairwise(edges)) * (1 + twice)
+    chance.shuffle(pieces)
+    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT)), pieces)
+    wrong = EntryCheck(Path("x"), 100, 1000, crc32(CONTENT) ^ 1)
+    with pytest.raises(CorruptCheckpoint, match="x: the checksum of the tensor at byte 100 is wrong"):
+        feed(wrong, pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1000), st.integers(0, 1000)).map(sorted).filter(lambda pair: pair[0] < pair[1]),
+        max_size=30,
+    )
+)
+def test_no_pieces_of_what_is_intact_are_ever_refused(pieces: list[list[int]]) -> None:
+    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT)), [(first, end) for first, end in pieces])
+
+
+def test_a_row_that_was_looked_at_before_does_not_matter() -> None:
+    """As where a tied head is looked for."""
+    wrong = EntryCheck(Path("x"), 100, 1000, 1)
+    with pytest.raises(CorruptCheckpoint):
+        feed(wrong, [(0, 10), (500, 510), (990, 1000), (0, 400), (400, 800), (800, 1000)])
+
+
+def test_an_entry_that_is_read_in_part_is_not_compared() -> None:
+    feed(EntryCheck(Path("x"), 100, 1000, 1), [(0, 999), (5, 999)])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "x.pt"
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(40, 16, generator=generator)
+    torch.save(
+        {"a": torch.randn(64, 32, generator=generator), "upper": base[:25], "lower": base[25:], "tied": base}, path
+    )
+    return path
+
+
+def test_a_storage_that_several_tensors_share_is_compared_when_all_of_it_was_read(saved: Path, tmp_path: Path) -> None:
+    value = torch_zip.read(saved)
+    assert isinstance(value, dict)
+    upper = value["upper"]
+    content = bytearray(saved.read_bytes())
+    content[upper.offset] ^= 1
+    (tmp_path / "x.pt").write_bytes(content)
+    damaged = torch_zip.read(tmp_path / "x.pt")
+    assert isinstance(damaged, dict)
+    read_tensor(damaged["upper"])
+    with pytest.raises(CorruptCheckpoint, match="checksum"):
+        read_tensor(damaged["lower"])
+
+
+def test_blocks_and_columns_are_read_as_before(saved: Path) -> None:
+    value = torch_zip.read(saved)
+    assert isinstance(value, dict)
+    tensor, whole = value["a"], torch.load(saved)["a"]
+    assert isinstance(tensor, FileTensor)
+    assert tensor.check is not None
+    for box in row_blocks(tensor.shape, tensor.dtype, 500):
+        out = np.empty((box.rows, box.cols * 4), np.uint8)
+        tensor.read_into(box, out)
+    out = np.empty((64, 8), np.uint8)
+    tensor.read_into(Box(0, 64, 3, 5), out)
+    assert out.tobytes() == whole[:, 3:5].contiguous().numpy().tobytes()
+
+
+def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing(saved: Path, tmp_path: Path) -> None:
+    def everything(path: Path) -> dict[str, bytes]:
+        value = torch_zip.read(path)
+        assert isinstance(value, dict)
+        return {name: read_tensor(tensor).tobytes() for name, tensor in value.items()}
+
+    intact, chance, told = everything(saved), random.Random(1), 0
+    for _ in range(300):
+        content = bytearray(saved.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        (tmp_path / "x.pt").write_bytes(content)
+        try:
+            assert everything(tmp_path / "x.pt") == intact
+        except CheckpointError:
+            told += 1
+    assert told > 250
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    value = torch_zip.read(tmp_path / "x.pt")
+    assert isinstance(value, dict)
+    assert value["a"].check is None or read_tensor(value["a"]).tobytes() == torch.ones(3).numpy().tobytes()

@@ -1,0 +1,98 @@
+"""Every key that transformers' own configuration classes have is read, known with one value, or listed as harmless."""
+
+from typing import Any
+
+import pytest
+
+from megaconv.errors import CheckpointError
+from megaconv.families import Family, families
+from megaconv.families.parts.words import HARMLESS, OFF
+from megaconv.model.fields import fields_of
+from tests.test_same_function import BERT, T5, raw_config, raw_gpt2
+
+FAMILIES = sorted(families())
+CLASSES = [(name, families()[name].model_type) for name in FAMILIES] + [("bert", "bert")]
+SILENT = {
+    # derived by the class from other keys, which are read
+    ("deepseek_v2", "head_dim"), ("deepseek_v3", "head_dim"), ("deepseek_v2", "qk_head_dim"), ("deepseek_v3", "qk_head_dim"),
+    ("deepseek_v2", "num_key_value_heads"), ("deepseek_v3", "num_key_value_heads"), ("t5", "dense_act_fn"), ("t5", "is_gated_act"),
+    # of generation alone
+    ("t5", "decoder_start_token_id"),
+    # of a scaling of rope that is refused
+    ("phi3", "original_max_position_embeddings"),
+    # another name for num_experts, which wins where both are there
+    ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"),
+    # without groups, as topk_method greedy has none
+    ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
+    # which class it is, and which dtype the weights have: other tests
+    ("bert", "architectures"), ("bert", "model_type"),
+}  # fmt: skip
+"""(family, key) whose value changes nothing that is read, for the reason above."""
+
+
+def complete(family: str) -> dict[str, Any]:
+    """A config.json that says everything."""
+    if family == "gpt2":
+        return raw_gpt2(torch_dtype="bfloat16")
+    if family in ("bert", "t5"):
+        return {**(BERT if family == "bert" else T5)}
+    return raw_config(family, torch_dtype="bfloat16", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+
+
+def declared(table: Family) -> set[str]:
+    return {key for words in table.words for key in words.keys} | set(table.only) | set(OFF)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("family", "model_type"), CLASSES)
+def test_every_key_of_transformers_class_is_declared(family: str, model_type: str) -> None:
+    """A new release of transformers that has one more makes this fail: is it read, refused unless off, or harmless?"""
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    defaults, table = mapping[model_type]().to_dict(), families()[family]
+    assert set(defaults) - declared(table) - HARMLESS == set()
+    known = {**OFF, **table.only}
+    assert {key: defaults[key] for key in known if key in defaults} == {
+        key: known[key] for key in known if key in defaults
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_is_declared_twice_in_contradiction(family: str) -> None:
+    table = families()[family]
+    read = {key for words in table.words for key in words.keys}
+    assert read & set(table.only) <= {"rms_norm_eps"}  # of DeepSeek's: read, and known with one value only
+    assert not (read - {"architectures", "model_type", "torch_dtype", "dtype"}) & HARMLESS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_known_with_one_value_is_refused_with_another(family: str) -> None:
+    table, raw = families()[family], complete(family)
+    for key, value in {**OFF, **table.only}.items():
+        other = not value if isinstance(value, bool) else 2 * value if isinstance(value, float | int) else "another"
+        with pytest.raises(CheckpointError, match=key):
+            table.read_hf({**raw, key: other})
+
+
+def others(value: Any) -> list[Any]:
+    if isinstance(value, bool) or value is None:
+        return [True, False, 5, "linear", {"rope_type": "linear", "factor": 2.0}]
+    if isinstance(value, int | float):
+        return [2 * value + 2, value + 1, 1]
+    return ["another", {"rope_type": "linear", "factor": 2.0}, ["another"], [0]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> None:
+    table, raw = families()[family], complete(family)
+    before = fields_of(table.read_hf(raw))
+    unheard = set()
+    for key in sorted({key for words in table.words for key in words.keys}):
+        for other in others(raw.get(key)):
+            try:
+                if fields_of(table.read_hf({**raw, key: other})) != before:
+                    break
+            except (CheckpointError, TypeError, ValueError, AttributeError, KeyError):
+                break
+        else:
+            unheard.add((family, key))
+    assert unheard <= SILENT

@@ -1,0 +1,44 @@
+"""The kinds of attack, in the order in which the runner takes them; those that import torch come last."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.trust import (
+    faults,
+    fuzz,
+    hostile_archives,
+    hostile_files,
+    hostile_pickles,
+    kills,
+    moving_sources,
+    mutations,
+    rank_kills,
+    trainer_kills,
+)
+from tests.trust.bench import Bench
+
+
+class Attack(NamedTuple):
+    run: Callable[[Bench, int], None]
+    """One case by its number. Raises judging.Failure."""
+    what: str
+    batch: int = 1
+    """Inputs that one case takes."""
+
+    def cases(self, count: int) -> int:
+        """How many cases it takes for so many inputs."""
+        return -(-count // self.batch)
+
+
+ATTACKS = {
+    "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
+    "faults": Attack(faults.attack, "system calls that fail"),
+    "mutations": Attack(mutations.attack, "damaged checkpoints and remains"),
+    "pickles": Attack(hostile_pickles.attack, "hostile pickles"),
+    "archives": Attack(hostile_archives.attack, "hostile archives"),
+    "files": Attack(hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"),
+    "moving": Attack(moving_sources.attack, "sources that change while they are read"),
+    "fuzz": Attack(fuzz.attack, "inputs of parsers", fuzz.BATCH),
+    "ranks": Attack(rank_kills.attack, "conversions by several processes of which some are killed"),
+    "trainer": Attack(trainer_kills.attack, "training runs that are killed while they save"),
+}

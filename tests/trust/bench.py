@@ -1,0 +1,72 @@
+"""What every attack works with: the checkpoints, a folder that is empty at the start of each case, and its random numbers."""
+
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.trust import server
+from tests.trust.checkpoints import SAVERS, Checkpoint
+from tests.trust.judging import state
+
+
+@dataclass(eq=False)
+class Bench:
+    """Of one worker process."""
+
+    root: Path
+    seed: int
+    worker: int
+    checkpoints: Mapping[str, Checkpoint]
+    keep: bool = False
+    """Leave a case's folder as it is at the end, to look at."""
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = self.root / f"worker-{self.worker}"
+
+    def random(self, attack: str, number: int) -> random.Random:
+        """The same for the same seed, attack and number of a case."""
+        return random.Random(f"{self.seed} {attack} {number}")
+
+    def fresh_folder(self) -> Path:
+        if self.folder.is_dir():
+            _make_removable(self.folder)
+            shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        return self.folder
+
+    def copy(self, name: str, into: str = "source") -> Path:
+        """A checkpoint that the case may damage."""
+        return Path(shutil.copytree(self.checkpoints[name].path, self.folder / into))
+
+    @cache  # noqa: B019  (a bench lives as long as its process)
+    def output(self, source: str, saver: str) -> "Output":
+        """What a conversion that nobody disturbs makes."""
+        place = self.root / f"outputs-{self.worker}" / f"{source}-to-{saver}"
+        place.parent.mkdir(exist_ok=True)
+        done = server.run(*command(self.checkpoints[source].path, place, SAVERS[saver]), folder=self.root)
+        assert done.status == 0, done.err
+        return Output(place, state(place))
+
+
+class Output(NamedTuple):
+    path: Path
+    files: Mapping[str, str]
+    """Each one's hash, by name."""
+
+
+def command(source: Path, target: Path, saver: str, options: str = "") -> list[object]:
+    """A conversion by one worker thread, whose calls come in the same order every time."""
+    words = f"{saver} {options}".split()
+    return ["convert", "--load-dir", source, "--save-dir", target, "--workers", 1, *words]
+
+
+def _make_removable(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink() and not os.access(path, os.W_OK | os.X_OK):
+            path.chmod(0o700)

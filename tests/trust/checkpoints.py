@@ -1,0 +1,89 @@
+"""The checkpoints that are attacked: one small model in every format, made by transformers' and Megatron's rules.
+
+    <root>/sources/hf            safetensors in two files, tokenizer files beside; nothing recorded
+    <root>/sources/other         another model of the same sizes: what an output replaces
+    <root>/sources/<format>      the same model, written by megaconv, with megaconv.json
+    <root>/sources/<format>-bare the same without megaconv.json
+
+`python -m tests.trust.checkpoints DIRECTORY` makes those that need torch, in a process that ends.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaconv.engine.conversion import RECORD_NAME
+from tests.trust import server
+
+SIZES = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 8, "vocab": 38}
+
+SAVERS = {
+    "core": "--saver core --tp 2 --pp 2",
+    "torch_dist": "--saver core --ckpt-format torch_dist --tp 2 --dist-files 2",
+    "zarr": "--saver core --ckpt-format zarr --tp 2",
+    "legacy": "--saver legacy --tp 2",
+    "dcp": "--saver dcp --dist-files 2",
+    "hf": "--saver hf --max-shard-size 6KB",
+    "meta": "--saver llama_mistral --tp 2",
+}
+"""Options of every kind of output."""
+
+OPTIMIZERS = {
+    "core-optimizer": ("core-te-llama-optim-tp2pp1", "--saver core --tp 1"),
+    "torch_dist-optimizer": ("core-te-llama-optim-tp2pp1", "--saver core --ckpt-format torch_dist --dist-files 2"),
+}
+"""Formats with optimizer state: (fixture that Megatron wrote, options)."""
+
+_FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str
+    path: Path
+
+    @property
+    def recorded(self) -> bool:
+        """Whether it has a megaconv.json."""
+        return (self.path / RECORD_NAME).is_file()
+
+
+def make(root: Path) -> dict[str, Checkpoint]:
+    """Everything above, by name."""
+    sources = root / "sources"
+    sources.mkdir(parents=True)
+    command = [sys.executable, "-m", "tests.trust.checkpoints", str(sources)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    for name, options in SAVERS.items():
+        _convert(sources / "hf", sources / ("hf-written" if name == "hf" else name), options)
+    for name, (fixture, options) in OPTIMIZERS.items():
+        _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
+    for path in [path for path in sources.iterdir() if (path / RECORD_NAME).is_file()]:
+        shutil.copytree(path, sources / f"{path.name}-bare", ignore=shutil.ignore_patterns(RECORD_NAME))
+    return {path.name: Checkpoint(path.name, path) for path in sorted(sources.iterdir())}
+
+
+def _convert(source: Path, target: Path, options: str) -> None:
+    done = server.run(
+        "convert", "--load-dir", source, "--save-dir", target, *options.split(), "--workers", 1, folder=target.parent
+    )
+    assert done.status == 0, done.err
+
+
+def _make_with_torch(sources: Path) -> None:
+    from tests.models import write_llama
+
+    for name, options in {
+        "hf": {"shards": 2}, "other": {"shards": 2, "seed": 1}, "bin": {"format": "bin"},
+        "legacy_bin": {"format": "legacy_bin", "shards": 2},
+    }.items():  # fmt: skip
+        path = write_llama(sources / name, **SIZES, **options)  # type: ignore[arg-type]
+        (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "model_max_length": 64}))
+        (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+
+
+if __name__ == "__main__":
+    _make_with_torch(Path(sys.argv[1]))

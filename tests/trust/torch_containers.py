@@ -1,0 +1,89 @@
+"""Every place in a checkpoint where a pickle or a torch file lies: to take what is there, and to put something else."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
+
+from formats import dcp_metadata, torch_legacy
+
+
+class Container(NamedTuple):
+    """A torch file in a checkpoint."""
+
+    checkpoint: str
+    pattern: str
+    """Of its path."""
+    kind: str
+    """`zip`, `bare` (a pickle and nothing else), `legacy` (torch before 1.6) or `envelope` (a range of a .distcp file)."""
+
+    def __str__(self) -> str:
+        return f"{self.pattern} of {self.checkpoint} ({self.kind})"
+
+
+CONTAINERS = [
+    Container("core-bare", "iter_*/mp_rank_00_001/model_optim_rng.pt", "zip"),
+    Container("core-optimizer-bare", "iter_*/mp_rank_00/model_optim_rng.pt", "zip"),
+    Container("legacy-bare", "iter_*/mp_rank_01/model_optim_rng.pt", "zip"),
+    Container("bin", "pytorch_model.bin", "zip"),
+    Container("meta-bare", "consolidated.00.pth", "zip"),
+    Container("torch_dist-bare", "iter_*/common.pt", "zip"),
+    Container("zarr-bare", "iter_*/common.pt", "zip"),
+    Container("zarr-bare", "iter_*/*/shard_*.pt", "zip"),
+    Container("torch_dist-bare", "iter_*/.metadata", "bare"),
+    Container("dcp-bare", ".metadata", "bare"),
+    Container("torch_dist-optimizer-bare", "iter_*/.metadata", "bare"),
+    Container("legacy_bin", "pytorch_model-00001*.bin", "legacy"),
+    Container("torch_dist-bare", "iter_*/*.distcp", "envelope"),
+]
+
+
+def replace_pickle(source: Path, container: Container, change: Callable[[bytes], bytes]) -> bool:
+    """Put change(the pickle that is there) in its place. False where there is no room for it."""
+    file = min(source.glob(container.pattern))
+    if container.kind == "envelope":
+        return _replace_in_envelope(file, change)
+    content = file.read_bytes()
+    if container.kind == "bare":
+        file.write_bytes(change(content))
+    elif container.kind == "legacy":
+        start = len(torch_legacy.MAGIC)
+        file.write_bytes(content[:start] + change(content[start:]))
+    else:
+        file.write_bytes(_with_pickle(content, change))
+    return True
+
+
+def members(content: bytes) -> list[tuple[str, bytes]]:
+    with ZipFile(io.BytesIO(content)) as archive:
+        return [(info.filename, archive.read(info)) for info in archive.infolist()]
+
+
+def stored(entries: list[tuple[str, bytes]]) -> bytes:
+    """An archive as torch writes it, without its alignment."""
+    made = io.BytesIO()
+    with ZipFile(made, "w", ZIP_STORED) as archive:
+        for name, data in entries:
+            archive.writestr(ZipInfo(name), data)
+    return made.getvalue()
+
+
+def _with_pickle(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    return stored([(name, change(data) if name.endswith("data.pkl") else data) for name, data in members(content)])
+
+
+def _replace_in_envelope(file: Path, change: Callable[[bytes], bytes]) -> bool:
+    """An object's range keeps its length: the rest is a member of zeros."""
+    metadata = dcp_metadata.read(file.with_name(".metadata"))
+    place = next(place for place in metadata.objects.values() if place.file == file.name)
+    content = file.read_bytes()
+    old = members(content[place.offset : place.offset + place.nbytes])
+    pickle = next((name, change(data)) for name, data in old if name.endswith("data.pkl"))
+    root = pickle[0].partition("/")[0]
+    missing = place.nbytes - len(stored([pickle, (f"{root}/pad", b"")]))
+    if missing < 0:
+        return False
+    made = stored([pickle, (f"{root}/pad", bytes(missing))])
+    file.write_bytes(content[: place.offset] + made + content[place.offset + place.nbytes :])
+    return True

@@ -1,0 +1,125 @@
+"""Training runs that are killed while they save, at every step of it; started again, they end with the same bits.
+
+Synchronous and asynchronous saves, both formats, one process and two, of which one is killed and the other ends by itself
+or is killed with it. Torch is imported in the processes that are started, not here.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.runs import snapshot
+from tests.trust.bench import Bench
+from tests.trust.judging import Failure
+from tests.trust.kills import Steps
+
+
+class Run(NamedTuple):
+    size: int
+    words: str
+
+    @property
+    def command(self) -> str:
+        from tests.trainer.loop.launches import LLAMA
+
+        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --keep-last 2 --resume {self.words}"
+
+
+_KEPT = ("iter_0000003", "iter_0000004", "latest")
+"""What has to be there at the end. An older iteration may be there, if all of it is."""
+
+RUNS = [
+    Run(1, "--bf16"),
+    Run(1, "--bf16 --async-save"),
+    Run(1, "--ckpt-format torch --async-save"),
+    Run(2, "--tensor-model-parallel-size 2 --use-distributed-optimizer --async-save"),
+    Run(2, "--pipeline-model-parallel-size 2 --bf16 --ckpt-format torch"),
+    Run(2, "--use-distributed-optimizer --bf16 --async-save"),
+]
+
+
+def attack(bench: Bench, case: int) -> None:
+    from tests.trainer.loop.launches import launch
+
+    random = bench.random("trainer", case)
+    run = RUNS[case % len(RUNS)]
+    steps, whole = _undisturbed(bench, run)
+    victim, step = random.randrange(run.size), random.randrange(steps)
+    what = f"{run.size} processes, {run.words}: rank {victim} killed at step {step} of {steps}"
+    folder = bench.fresh_folder()
+    running = launch(folder, run.size, run.command, partial(_die, victim, step))
+    running.processes[victim].join(90)
+    if random.random() < 0.3:
+        running.kill()
+    _wait(running, what)
+    check_logs(running, what)
+    tracker = folder / "ckpt" / "latest_checkpointed_iteration.txt"
+    if tracker.exists() and not (folder / "ckpt" / f"iter_{int(tracker.read_text()):07d}").is_dir():
+        raise Failure("lost", f"{what}: the tracker names a checkpoint that isn't there")
+    again = launch(folder, run.size, run.command)
+    if any(_wait(again, f"{what}; then again")):
+        raise Failure("message", f"{what}; then again: {again.logs()[-600:]}")
+    found = {name: content for name, content in snapshot(folder / "ckpt").items() if not _is_remainder(name)}
+    missing = [name for name in whole if name.startswith(_KEPT) and name not in found]
+    differing = [name for name, content in found.items() if whole.get(name) != content]
+    torn = [name for name in whole if name.split("/")[0] in found and name not in found]
+    if missing or differing or torn:
+        names = ", ".join(sorted({*missing, *differing, *torn})[:6])
+        raise Failure("wrong", f"{what}: {names} differ from those of the uninterrupted run")
+
+
+def _is_remainder(name: str) -> bool:
+    """Of what was being written or removed when the run was killed; by its name nobody takes it for a checkpoint."""
+    return name.startswith(".") or name.endswith(".new")
+
+
+def _wait(running: object, what: str) -> list[int]:
+    try:
+        return running.wait()  # type: ignore[attr-defined, no-any-return]
+    except AssertionError as error:
+        raise Failure("hang", f"{what}: {str(error)[-600:]}") from None
+
+
+def check_logs(running: object, what: str) -> None:
+    logs = running.logs()  # type: ignore[attr-defined]
+    if "Traceback" in logs:
+        raise Failure("traceback", f"{what}: {logs[-800:]}")
+
+
+def _die(victim: int, step: int, rank: int) -> None:
+    """In a rank, before it begins."""
+    if rank == victim:
+        Steps(fatal=step).install()
+
+
+@cache
+def _undisturbed(bench: Bench, run: Run) -> tuple[int, Mapping[str, str]]:
+    """(steps of the rank that has fewest, all four checkpoints)."""
+    counted = _launch_undisturbed(bench, run, _count)
+    steps = [(counted / f"steps-{rank}").read_text().count("\n") for rank in range(run.size)]
+    return min(steps), snapshot(_launch_undisturbed(bench, run, _keep_all) / "ckpt")
+
+
+def _launch_undisturbed(bench: Bench, run: Run, prepare: Callable[[str, int], None]) -> Path:
+    from tests.trainer.loop.launches import launch
+
+    folder = bench.root / f"whole-{bench.worker}"
+    shutil.rmtree(folder, ignore_errors=True)
+    running = launch(folder, run.size, run.command, partial(prepare, str(folder)))
+    assert running.wait() == [0] * run.size, running.logs()
+    return folder
+
+
+def _count(folder: str, rank: int) -> None:
+    told = os.open(Path(folder) / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
+    Steps(told=told).install()
+
+
+def _keep_all(folder: str, rank: int) -> None:
+    """Without the option, which the checkpoints' own arguments would say."""
+    from megatron_lite.checkpoint import Saver
+
+    Saver._prune = lambda self, newest: None  # type: ignore[method-assign]
