@@ -95,7 +95,9 @@ class Launch:
 
     def _become(self, rank: int, port: int, arguments: list[object], fault: Callable[[], None] | None) -> None:
         status = 1
-        os.closerange(3, 4096)  # the launcher's sockets, which would keep the store's connections open when it is killed
+        os.closerange(
+            3, 4096
+        )  # the launcher's sockets, which would keep the store's connections open when it is killed
         try:
             os.environ |= {
                 "RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

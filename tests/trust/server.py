@@ -68,9 +68,8 @@ class Blow:
 
 def warm_up() -> None:
     """Import everything that a case would import, and build the command line once."""
-    for kind in ("loaders", "savers"):
-        for name in registry.names(kind):
-            (registry.loader if kind == "loaders" else registry.saver)(name)
+    registry.all_loaders()
+    registry.all_savers()
     families()
     cli.app = get_command(cli.app)  # type: ignore[assignment]
     sys.addaudithook(_audit)
