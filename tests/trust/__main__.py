@@ -3,6 +3,7 @@
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> int:
         reason = faults.preload_and_start_again()
         report.skip("faults", reason)
         tasks = [task for task in tasks if task.attack != "faults"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left in memory
     root = Path(tempfile.mkdtemp(prefix="trust-", dir=options.folder or _quick_place()))
     try:
         server.warm_up()

@@ -196,7 +196,7 @@ def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: P
     name, make, parse, _, _ = target
     failures: list[tuple[str, str]] = []
     os.chdir(folder)
-    logging.disable()  # what hidden calls are named in isn't looked at here
+    logging.disable()  # calls that parsers leave out are warned about
     _limit_memory()
     for number in range(BATCH):
         os.pwrite(place, b"%d" % number, 0)

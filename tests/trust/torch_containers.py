@@ -1,6 +1,7 @@
 """Every place in a checkpoint where a pickle or a torch file lies: to take what is there, and to put something else."""
 
 import io
+import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -48,11 +49,19 @@ def replace_pickle(source: Path, container: Container, change: Callable[[bytes],
     if container.kind == "bare":
         file.write_bytes(change(content))
     elif container.kind == "legacy":
-        start = len(torch_legacy.MAGIC)
-        file.write_bytes(content[:start] + change(content[start:]))
+        file.write_bytes(_with_object(content, change))
     else:
         file.write_bytes(_with_pickle(content, change))
     return True
+
+
+def _with_object(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The object is the fourth of a file's five pickles, in front of which are a number, a version and the machine's sizes."""
+    ends = [len(torch_legacy.MAGIC)]
+    while len(ends) < 4:
+        *_, (_, _, stop) = pickletools.genops(content[ends[-1] :])
+        ends.append(ends[-1] + stop + 1)
+    return content[: ends[2]] + change(content[ends[2] : ends[3]]) + content[ends[3] :]
 
 
 def members(content: bytes) -> list[tuple[str, bytes]]:

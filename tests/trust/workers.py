@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,17 +48,23 @@ def work(
     for number in range(jobs):
         process = os.fork()
         if not process:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(reading)
             _serve(tasks, taken, writing, Bench(root, seed, number, checkpoints), keep)
         workers.append(process)
     os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as results:
-        for line in results:
-            yield Result(**json.loads(line))
-    for process in workers:
-        _, status = os.waitpid(process, 0)
-        if status:
-            raise RuntimeError(f"a worker of the harness ended with status {status}")
+    try:
+        with os.fdopen(reading, encoding="utf-8") as results:
+            for line in results:
+                yield Result(**json.loads(line))
+    except BaseException:
+        for process in workers:
+            os.kill(process, signal.SIGKILL)
+        raise
+    finally:
+        statuses = [os.waitpid(process, 0)[1] for process in workers]
+    if any(statuses):
+        raise RuntimeError(f"workers of the harness ended with status {statuses}")
 
 
 def _serve(tasks: Sequence[Task], taken: Any, writing: int, bench: Bench, keep: bool) -> None:
