@@ -101,7 +101,7 @@ def make_sparse(directory: Path, files: Mapping[str, FileLayout]) -> None:
 def make_hugging_face(directory: Path, model: Model) -> None:
     table = family_of_hf(model.config, "config.json")
     config = replace(table.read_hf(model.config), mtp_layers=0)  # as transformers saves it
-    whole = Chunk(0, 0, 0, config.layers, is_first=True, is_last=True)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     natives = native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab)
     tensors = [(n.name, n.shape, "bfloat16") for n in natives if n.copy is None or n.copy.written]
     shards = shard(tensors, model.shard_bytes)

@@ -7,6 +7,7 @@ Opaque record; calling anything else is an UnsafeCallError.
 import re
 from argparse import Namespace
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import cast
@@ -112,7 +113,11 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
 
 def is_unusual(record: Opaque) -> bool:
     """Whether an object is made by something of torch or numpy that no checkpoint is known to need: it may be meant to run code."""
-    name = f"{record.module}.{record.name}"
+    return _is_unusual(f"{record.module}.{record.name}")
+
+
+@lru_cache(1 << 10)  # a model has very many objects of a few classes
+def _is_unusual(name: str) -> bool:
     return name.startswith(("torch.", "numpy.")) and _ORDINARY.fullmatch(name) is None
 
 

@@ -23,15 +23,15 @@ def run(machine: Machine) -> object:
         code = data[position]
         machine.position = position + 1
         # The most frequent ones first, without a call: `.metadata` of a large model has millions of instructions.
-        if code == _GET and position + 1 < end:
+        if code == _GET4 and position + 4 < end:
+            machine.stack.append(memo[int.from_bytes(data[position + 1 : position + 5], "little")])
+            machine.position = position + 5
+        elif code == _GET and position + 1 < end:
             machine.stack.append(memo[data[position + 1]])
             machine.position = position + 2
         elif code == _NUMBER and position + 1 < end:
             machine.stack.append(data[position + 1])
             machine.position = position + 2
-        elif code == _GET4 and position + 4 < end:
-            machine.stack.append(memo[int.from_bytes(data[position + 1 : position + 5], "little")])
-            machine.position = position + 5
         elif code == _PUT4 and position + 4 < end:
             memo[int.from_bytes(data[position + 1 : position + 5], "little")] = machine.stack[-1]
             machine.position = position + 5

@@ -89,7 +89,7 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
     if version is None or not rank_files.is_rank_files(version):
         raise UnknownFormat(f"{path}: holds no Megatron checkpoint in torch format")
     listing = rank_files.read(version)
-    ranks = read_ranks(listing, first_tp_rank_only=options.metadata_only)
+    ranks = read_ranks(listing, metadata_only=options.metadata_only)
     first = min(ranks.states)
     if is_legacy(ranks.states[first]) != legacy:
         kinds = ("a legacy Megatron checkpoint (its model has a language_model)", "legacy")

@@ -60,12 +60,13 @@ class Ranks:
         return self.weights[self.of(tp_rank, pp_rank)[0]]
 
 
-def read_ranks(listing: RankFiles, *, first_tp_rank_only: bool = False) -> Ranks:
+def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
     """Open every rank file. Raises CorruptCheckpoint for a grid with missing ranks.
 
-    first_tp_rank_only: take tensor rank 0's files for those of all others, which have the same names and shapes.
+    metadata_only: take the files of tensor rank 0 (and expert rank 0, where directories name all three) for those of all
+    others, which have the same names and shapes.
     """
-    read = {numbers: (0, *numbers[1:]) if first_tp_rank_only else numbers for numbers in listing.files}
+    read = {numbers: _first_alike(numbers) if metadata_only else numbers for numbers in listing.files}
     read = {numbers: source if source in listing.files else numbers for numbers, source in read.items()}
     opened = {numbers: _read_state(listing.files[numbers]) for numbers in sorted(set(read.values()))}
     chunks = {numbers: _chunks(state, listing.files[numbers]) for numbers, state in opened.items()}
@@ -83,6 +84,10 @@ def read_ranks(listing: RankFiles, *, first_tp_rank_only: bool = False) -> Ranks
     _require_stacks(ranks)
     _require_complete(ranks, listing)
     return ranks
+
+
+def _first_alike(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, numbers[1], 0) if len(numbers) == 3 else (0, *numbers[1:])
 
 
 def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:

@@ -24,16 +24,16 @@ DENSE = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 FEATURES = {
     "gpt2": MODELS["gpt2"],
     "llama": MODELS["llama"],
-    "mistral": replace(MODELS["qwen3"], family="mistral", qk_norm=False, sliding_window=5),
-    "phi3": replace(MODELS["qwen3"], family="phi3", qk_norm=False, sliding_window=5),
-    "qwen2": replace(MODELS["qwen3"], family="qwen2", qk_norm=False, qkv_bias=True),
+    "mistral": changed(replace(MODELS["qwen3"], family="mistral"), {"attention.qk_norm": False, "layers.window": 5}),
+    "phi3": changed(replace(MODELS["qwen3"], family="phi3"), {"attention.qk_norm": False, "layers.window": 5}),
+    "qwen2": changed(replace(MODELS["qwen3"], family="qwen2"), {"attention.qk_norm": False, "attention.qkv_bias": True}),
     "qwen3": MODELS["qwen3"],
 }
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
 
 def config_of(family: str, *, tied: bool) -> ModelConfig:
-    return changed(FEATURES[family], {"tie_embeddings": tied, **({} if family == "gpt2" else {"kv_heads": 2})})
+    return changed(FEATURES[family], {"tie_embeddings": tied, **({} if family == "gpt2" else {"attention.kv_heads": 2})})
 
 
 @pytest.mark.parametrize("tied", [False, True])
