@@ -26,14 +26,18 @@ FEATURES = {
     "llama": MODELS["llama"],
     "mistral": changed(replace(MODELS["qwen3"], family="mistral"), {"attention.qk_norm": False, "layers.window": 5}),
     "phi3": changed(replace(MODELS["qwen3"], family="phi3"), {"attention.qk_norm": False, "layers.window": 5}),
-    "qwen2": changed(replace(MODELS["qwen3"], family="qwen2"), {"attention.qk_norm": False, "attention.qkv_bias": True}),
+    "qwen2": changed(
+        replace(MODELS["qwen3"], family="qwen2"), {"attention.qk_norm": False, "attention.qkv_bias": True}
+    ),
     "qwen3": MODELS["qwen3"],
 }
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
 
 def config_of(family: str, *, tied: bool) -> ModelConfig:
-    return changed(FEATURES[family], {"tie_embeddings": tied, **({} if family == "gpt2" else {"attention.kv_heads": 2})})
+    return changed(
+        FEATURES[family], {"tie_embeddings": tied, **({} if family == "gpt2" else {"attention.kv_heads": 2})}
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
