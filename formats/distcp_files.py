@@ -53,6 +53,7 @@ class DistcpFiles:
         self._chunks: dict[str, list[StoredChunk]] = {}
         self._tensors: dict[str, tuple[Shape, str]] = {}
         self._objects: dict[str, Range] = {}
+        self._nothing: TorchZipLayout | None = None
 
     def add_chunk(self, key: str, whole: Shape, dtype: str, offset: Shape, shape: Shape) -> tuple[str, str]:
         """(file, record) of one chunk of the tensor `key`, which is of shape `whole`."""
@@ -66,7 +67,11 @@ class DistcpFiles:
 
     def add_object(self, name: str, value: object) -> None:
         """value: without tensors; Megatron wants it in a list of one."""
-        self._objects[name] = self._place(name, torch_zip.plan(value, "archive"))
+        if value != [None]:
+            self._objects[name] = self._place(name, torch_zip.plan(value, "archive"))
+            return
+        self._nothing = self._nothing or torch_zip.plan(value, "archive")  # most are, and there are many
+        self._objects[name] = self._place(name, self._nothing)
 
     def _place(self, record: str, envelope: TorchZipLayout) -> Range:
         number = min(range(len(self._layouts)), key=lambda index: self._layouts[index].size)

@@ -7,33 +7,47 @@ though in blocks and out of order; the CRCs of neighbouring stretches combine to
 from bisect import bisect_left
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
+import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
-from numpy import uint8
 from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
+
+Bytes = NDArray[np.uint8]
+_BLOCK_BYTES = 2 << 20
+_JOINING = Lock()
+"""One for all entries: a model has tens of thousands of them, and joining two stretches takes a microsecond."""
+
+
+class Readable(Protocol):
+    """The file that an entry lies in."""
+
+    def read_into(self, offset: int, out: Bytes) -> None: ...
 
 
 class EntryCheck:
     """Of one entry. Stretches that overlap others are left out: then the entry may never count as read whole."""
 
-    __slots__ = ("_crc", "_done", "_lock", "_path", "_size", "_spans", "_start")
+    __slots__ = ("_crc", "_done", "_path", "_size", "_spans", "_start")
 
     def __init__(self, path: Path, start: int, size: int, crc: int) -> None:
         """start: in the file."""
         self._path, self._start, self._size, self._crc = path, start, size, crc
-        self._lock, self._done = Lock(), False
+        self._done = False
         self._spans: list[tuple[int, int, int]] = []
         """(first byte, end, CRC) of what was read, in order; no two touch each other."""
 
-    def add(self, start: int, data: NDArray[uint8]) -> None:
-        """Bytes of the file from start on were read, contiguously. Raises CorruptCheckpoint when the last ones show that the entry
-        isn't what was stored."""
+    def add(self, start: int, data: Bytes) -> None:
+        """Bytes of the file from start on were read, contiguously.
+
+        Raises CorruptCheckpoint when the last ones show that the entry isn't what was stored.
+        """
         if self._done:
             return
         crc, start = crc32(data), start - self._start
-        with self._lock:
+        with _JOINING:
             if self._done:
                 return
             self._join(start, start + data.nbytes, crc)
@@ -42,9 +56,21 @@ class EntryCheck:
             self._done = True
             if self._spans.pop()[2] != self._crc:
                 raise CorruptCheckpoint(
-                    f"{self._path}: the checksum of the tensor at byte {self._start} is wrong: it was damaged since it was saved; "
-                    "copy the file again"
+                    f"{self._path}: the checksum of the tensor at byte {self._start} is wrong: it was damaged since it was "
+                    "saved; copy the file again"
                 )
+
+    def finish(self, file: Readable) -> None:
+        """Read what nobody needed, as the padding of a vocabulary, where it is less than what was. Raises as add()."""
+        read = sum(end - start for start, end, _ in self._spans)
+        if self._done or 2 * read < self._size:
+            return
+        edges = [0, *(edge for start, end, _ in self._spans for edge in (start, end)), self._size]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            for first in range(start, end, _BLOCK_BYTES):
+                block = np.empty(min(_BLOCK_BYTES, end - first), np.uint8)
+                file.read_into(self._start + first, block)
+                self.add(self._start + first, block)
 
     def _join(self, start: int, end: int, crc: int) -> None:
         spans = self._spans

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from formats.entry_check import EntryCheck, Readable
 from formats.errors import CorruptCheckpoint
 
 
@@ -30,6 +31,12 @@ class FileState(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+class Checked(Readable, Protocol):
+    """A file with checksums inside."""
+
+    checks: list[EntryCheck]
+
+
 class OpenedFiles:
     """A context manager, again and again: files that are opened within are noted.
 
@@ -39,6 +46,7 @@ class OpenedFiles:
     def __init__(self) -> None:
         self._states: dict[str, FileState] = {}
         self._tokens: list[Token[OpenedFiles | None]] = []
+        self._checked: list[Checked] = []
 
     def __enter__(self) -> "OpenedFiles":
         self._tokens.append(_current.set(self))
@@ -60,6 +68,15 @@ class OpenedFiles:
     def inode_changes(self) -> list[int]:
         """When each file was last written, renamed or exchanged for another, in the same order; of this machine's copies."""
         return [state.ctime_ns for _, state in sorted(self._states.items())]
+
+    def note_checked(self, file: "Checked") -> None:
+        self._checked.append(file)
+
+    def finish_checks(self) -> None:
+        """Compare the checksums of what was read of these files but for a rest. Raises CorruptCheckpoint."""
+        for file in self._checked:
+            for check in file.checks:
+                check.finish(file)
 
     def require_unchanged(self) -> None:
         """Raises CorruptCheckpoint, naming the file, unless all are as they were."""
@@ -92,6 +109,13 @@ def note(path: Path, status: os.stat_result) -> None:
     opened = _current.get()
     if opened is not None:
         opened.note(path, status)
+
+
+def note_checked(file: Checked) -> None:
+    """Noted while its tensors may still be read."""
+    opened = _current.get()
+    if opened is not None:
+        opened.note_checked(file)
 
 
 @contextmanager

@@ -98,8 +98,10 @@ class _Writer:
         self.items(mapping)
 
     def text(self, value: str) -> None:
-        content = value.encode("utf-8", "surrogatepass")
-        self.once(b"X" + pack("<I", len(content)) + content)
+        if not self.fetch(value):
+            content = value.encode("utf-8", "surrogatepass")
+            self.out.append(b"X" + pack("<I", len(content)) + content)
+            self.remember(value)
 
     def integer(self, value: int) -> None:
         if 0 <= value < 1 << 16:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from formats.ceilings import AXES, AXIS
 from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.opened import note_checked
 from formats.regular_files import open_regular, regular_size
 
 Bytes = NDArray[np.uint8]
@@ -115,13 +116,17 @@ class InputFile:
 
     path: Path
     size: int
+    checks: list[EntryCheck] = field(default_factory=list, compare=False, repr=False)
+    """Of its zip entries that were looked at."""
     _descriptor: int | None = field(default=None, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "InputFile":
         """Raises CorruptCheckpoint when there is no such regular file."""
-        return cls(path, regular_size(path))
+        file = cls(path, regular_size(path))
+        note_checked(file)
+        return file
 
     def _open(self) -> int:
         with self._lock:
@@ -155,6 +160,12 @@ class InputFile:
         out = np.empty(count, np.uint8)
         self.read_into(offset, out)
         return out.tobytes()
+
+    def checked(self, start: int, size: int, crc: int) -> EntryCheck:
+        """The check of a zip entry in it."""
+        check = EntryCheck(self.path, start, size, crc)
+        self.checks.append(check)
+        return check
 
     def __del__(self) -> None:
         self.close()

@@ -77,12 +77,8 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> obj
             what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
             raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
         if part.name not in checks:  # torch writes zeros for checksums when told not to compute them
-            known = (
-                EntryCheck(file.path, record.offset, record.nbytes, record.crc)
-                if record.crc and record.nbytes
-                else None
-            )
-            checks[part.name] = known
+            known = record.crc and record.nbytes
+            checks[part.name] = file.checked(record.offset, record.nbytes, record.crc) if known else None
         nbytes = record.nbytes if part.nbytes is None else part.nbytes
         return Storage(file, record.offset, nbytes, part.dtype, checks[part.name])
 

@@ -13,17 +13,22 @@ _SCHEME = "hf://"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _PATTERNS = [
-    "*.json",
-    "*.safetensors",
-    "*.bin",
-    "*.model",
-    "*.txt",
-    "*.tiktoken",
-    "*.jinja",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *("*.json", "*.safetensors", "*.bin"),
+    *("tokenizer*", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.jinja"),
+    *(
+        "LICENSE*",
+        "LICENCE*",
+        "license*",
+        "licence*",
+        "NOTICE*",
+        "Notice*",
+        "notice*",
+        "USE_POLICY*",
+        "USAGE_POLICY*",
+        "COPYING*",
+    ),
 ]
+"""Configuration, weights, and whatever travels along (megaconv/engine/sidecars.py); code is never downloaded."""
 
 
 def scheme_of(uri: str) -> str:
@@ -67,12 +72,12 @@ def _download(place: str, name: str, revision: str | None) -> Path:
         # Where both are there, the safetensors files are the ones that will be read.
         skip = ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=[*skip, "*/*"])
+            snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=[*skip, "*.py", "*/*"])
         )
     except Exception as error:  # the client's network errors have no class in common with its own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         try:
-            kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", "*/*"]}
+            kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", "*.py", "*/*"]}
             return Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
             raise CheckpointError(

@@ -34,7 +34,14 @@ ROOMS = (
     ("megaconv.families",),
     ("megaconv.options",),
     ("megaconv.model",),
-    ("megaconv.hub", "megaconv.plugins", "megaconv.errors", "megaconv.terminal", "megaconv._version", "megaconv.own_packages"),
+    (
+        "megaconv.hub",
+        "megaconv.plugins",
+        "megaconv.errors",
+        "megaconv.terminal",
+        "megaconv._version",
+        "megaconv.own_packages",
+    ),
 )
 """From the top of megaconv down: a module imports only from its own row and from those below it."""
 

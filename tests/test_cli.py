@@ -276,7 +276,7 @@ def test_inspect_tells_programs_all_that_it_knows(hf: Path) -> None:
     assert document["dtypes"] == {"bfloat16": document["parameters"]}
     assert len(document["tensors"]) == len(tensors)
     assert document["tensors"]["layers.0.attn.k.weight"] == {"shape": [16, 32], "dtype": "bfloat16"}
-    assert (document["config"]["rope_theta"], document["config"]["vocab"]) == (10000.0, 131)
+    assert (document["config"]["positions.theta"], document["config"]["vocab"]) == (10000.0, 131)
 
 
 def test_inspect_reads_no_weights(hf: Path, tmp_path: Path) -> None:
@@ -414,10 +414,10 @@ def test_configurations_are_compared_but_count_only_on_demand(hf: Path, tmp_path
     assert (
         plain.out
         == strict.out
-        == ("the same: 39 tensors are equal\n  configuration: rope_theta is 10000.0 in A, 500000.0 in B\n")
+        == ("the same: 39 tensors are equal\n  configuration: positions.theta is 10000.0 in A, 500000.0 in B\n")
     )
     document = strict_json(run("diff", hf, other, "--json").out)
-    assert document["config"] == [{"field": "rope_theta", "a": 10000.0, "b": 500000.0}]
+    assert document["config"] == [{"field": "positions.theta", "a": 10000.0, "b": 500000.0}]
     assert run("diff", hf, hf, "--config-too").status == 0
 
 

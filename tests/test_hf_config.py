@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import families, family, family_of_hf
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.hf_config import as_file, load_config
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import STRUCTURE, changed, fields_of
 from tests.config_models import (
@@ -208,3 +208,8 @@ def test_a_models_own_words_follow_what_has_changed_since() -> None:
 
 def test_a_config_describes_at_least_what_decides_about_tensors() -> None:
     assert set(STRUCTURE) <= set(fields_of(LLAMA))
+
+
+def test_half_a_character_in_a_configuration_is_written_as_it_was_spelled() -> None:
+    assert json.loads(as_file({"bos_token": "\ud800", "other": "é"})) == {"bos_token": "\ud800", "other": "é"}
+    assert "é".encode() in as_file({"other": "é"})

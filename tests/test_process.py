@@ -116,7 +116,7 @@ from megaconv.commands import cli
 class Doomed:
     def __del__(self):
         raise ArithmeticError("in a destructor")
-cli.app = lambda: Doomed() and None
+cli.app = lambda **options: Doomed() and None
 """
     outcome = finish(start("formats", before=before))
     assert outcome.status == 0

@@ -360,6 +360,7 @@ def without_true_vocab(tmp_path: Path) -> Path:
         write_llama(tmp_path / "hf", vocab=100), tmp_path / "core", tp=2, pp=2, vocab_divisor=8, vocab_padding="zero"
     )
     shutil.rmtree(core / "hf")
+    (core / "megaconv.json").unlink()
     edit_args(core, lambda args: delattr(args, "vocab_size"))
     return core
 

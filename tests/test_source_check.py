@@ -146,6 +146,13 @@ def test_other_names_and_shapes_are_told_from_metadata_alone(
         assert run(*arguments, "--no-check-source").status == 0
 
 
+def test_a_recorded_shape_that_is_another_does_not_verify(intact: dict[str, Path], tmp_path: Path) -> None:
+    source = copied(intact, "hf", tmp_path)
+    record(source, shapes={"head.weight": ""})
+    outcome = run("verify", source)
+    assert (outcome.status, outcome.out.splitlines()[1:]) == (4, ["  head.weight  bfloat16[131,32], recorded as "])
+
+
 def test_a_newer_iteration_beside_the_recorded_one_is_not_compared(intact: dict[str, Path], tmp_path: Path) -> None:
     source, later = copied(intact, "core", tmp_path), tmp_path / "later"
     megaconv.convert(write_llama(tmp_path / "trained", layers=2, seed=1), later, saver="core", tp=2)

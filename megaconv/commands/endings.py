@@ -47,5 +47,6 @@ def say(text: str) -> None:
 def _end(code: str, message: str) -> NoReturn:
     status = CODES[code].exit_status
     if "--json" in sys.argv[1:]:
-        print(json.dumps({"error": {"code": code, "message": message, "exit_status": status}}, indent=1))
+        with suppress(OSError):  # which may be the error that is told
+            print(json.dumps({"error": {"code": code, "message": message, "exit_status": status}}, indent=1))
     sys.exit(status)

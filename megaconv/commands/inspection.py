@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from megaconv.engine.record import RECORD_NAME, find_record
 from megaconv.hub import resolve
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header
+from megaconv.model.fields import fields_of
+from megaconv.model.ir import Header, weight_kinds
 from megaconv.options import LoadOptions
 
 
@@ -29,7 +30,6 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         header, config = self.header, self.header.config
-        described = {name: value for name, value in asdict(config).items() if name not in ("hf", "family")}
         return {
             "path": self.path,
             "format": header.source,
@@ -47,7 +47,7 @@ class Inspection:
             "record": None
             if self.differences is None
             else {"same": not self.differences, "differences": dict(self.differences)},
-            "config": described,
+            "config": fields_of(config),
             "tensors": {
                 str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
             },
@@ -69,9 +69,8 @@ class Inspection:
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
         counts: Counter[str] = Counter()
-        for key, info in self.header.manifest.items():
-            if key.slot == WEIGHT:
-                counts[info.dtype] += prod(info.shape)
+        for info, count in weight_kinds(self.header.manifest).items():
+            counts[info.dtype] += count * prod(info.shape)
         return dict(counts.most_common())
 
     def lines(self) -> list[tuple[str, str]]:

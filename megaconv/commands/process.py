@@ -34,20 +34,20 @@ def run(command: Callable[[], Any]) -> None:
         sys.unraisablehook = hook
         gc.freeze()  # or the interpreter would look through everything once more before it ends
         gc.enable()
-    sys.exit(status if _flushed() else status or 1)
+    sys.exit(_flush(status))
 
 
-def _flushed() -> bool:
-    """Whether all that was printed has arrived. What hasn't is forgotten, or the interpreter would try, and fail, again."""
+def _flush(status: Any) -> Any:
+    """The exit status: not 0 where what was printed hasn't arrived."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):
+        if not status and not isinstance(error, BrokenPipeError):
             say(f"megaconv: error: {error}")
-        with suppress(OSError):
+        with suppress(OSError):  # forgotten, or the interpreter would try, and fail, again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
+        return status or 1
+    return status
 
 
 def _prepare() -> None:

@@ -24,7 +24,7 @@ class Verification:
     found: str
     tensors: int
     differences: Mapping[str, str] = field(default_factory=dict)
-    """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only)."""
+    """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only), or both shapes."""
     files: int = 0
     """Small files that were compared: configuration, tokenizer and the like."""
 
@@ -66,7 +66,8 @@ def verify(
         files = listing([f"{name} ({kind})" for name, kind in changed.items()])
         raise ModelsDiffer(f"{path}: is not as written: {files}; and it can't be opened: {error}") from error
     found = fingerprint_source(source, workers or default_workers(writing=False), advance)
-    differences = _differences(record.tensors, found) | changed
+    shapes = {name: what for name, what in record.other_tensors(source.header.manifest).items() if what != "missing"}
+    differences = _differences(record.tensors, found) | shapes | changed
     return Verification(
         str(path), record.fingerprint, found.weights, len(record.tensors), differences, len(record.files)
     )

@@ -3,7 +3,9 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +18,7 @@ from megaconv.model.training import ParamGroup
 _log = logging.getLogger("megaconv")
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A second copy of the whole tensor, or of the part that `source` holds, which has to equal the first."""
 
     part: "Part"
@@ -26,8 +27,7 @@ class Copy:
     """Whether a difference is an error; otherwise it is reported and the first copy wins."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One rectangle: where it lies in the canonical tensor, and which native tensor holds it from which row on."""
 
     region: Region
@@ -79,23 +79,18 @@ class Part:
         np.copyto(out.reshape(heads, 2, half, row_bytes), pairs.reshape(heads, half, 2, row_bytes).swapaxes(1, 2))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Assembled:
-    """parts cover the tensor without overlap; they are kept in row-major order of their first elements."""
+    """parts cover the tensor without overlap."""
 
-    name: str
+    key: Key
     shape: Shape
     dtype: str
     parts: Sequence[Part]
     copies: Sequence[Copy] = ()
-    _starts: list[int] = field(default_factory=list, repr=False)
-    _reported: set[str] = field(default_factory=set, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "parts", sorted(self.parts, key=lambda part: (part.region.box.row0, part.region.box.col0))
-        )
-        self._starts.extend(part.region.box.row0 for part in self.parts)
+    _starts: list[int] | None = field(default=None, repr=False)
+    """First rows of the parts, which are sorted for it: not before a tensor is read, since a model may have very many."""
+    _reported: set[str] | None = field(default=None, repr=False)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]
@@ -109,6 +104,11 @@ class Assembled:
                 self._compare(copy, wanted, window(out, box, wanted, itemsize))
 
     def _overlapping(self, box: Box) -> Sequence[Part]:
+        if len(self.parts) == 1:
+            return self.parts
+        if self._starts is None:
+            self.parts = sorted(self.parts, key=lambda part: (part.region.box.row0, part.region.box.col0))
+            self._starts = [part.region.box.row0 for part in self.parts]
         # Parts of one row range may be several (column shards), so step back to the first that starts at or before box.
         first = max(0, bisect_right(self._starts, box.row0) - 1)
         while first and self.parts[first - 1].region.box.row1 > box.row0:
@@ -121,11 +121,12 @@ class Assembled:
         if not np.array_equal(found, expected):
             if copy.strict:
                 raise TensorMismatch(
-                    f"{self.name}: {copy.description} has other values; the checkpoint contradicts itself"
+                    f"{self.key}: {copy.description} has other values; the checkpoint contradicts itself"
                 )
+            self._reported = self._reported or set()
             if copy.description not in self._reported:
                 self._reported.add(copy.description)
-                _log.warning("%s: %s has other values; they are ignored", self.name, copy.description)
+                _log.warning("%s: %s has other values; they are ignored", self.key, copy.description)
 
 
 def transpose(rows: Bytes, itemsize: int) -> Bytes:
@@ -176,22 +177,21 @@ def window(buffer: Bytes, box: Box, wanted: Box, itemsize: int) -> Bytes:
     return buffer[wanted.row0 - box.row0 : wanted.row1 - box.row0, cols]
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A native tensor's place in the model, and the tensor that a checkpoint has there."""
 
     native: NativeTensor
     tensor: LazyTensor
     where: str
     """For messages: the file."""
-    slots: Mapping[str, LazyTensor] = field(default_factory=dict)
+    slots: Mapping[str, LazyTensor] = MappingProxyType({})
     """The optimizer's tensors of this parameter."""
     group: ParamGroup | None = None
     """Of the optimizer's parameter groups; None where there is no optimizer."""
 
     def of_slot(self, slot: str) -> "Placed":
         """The optimizer's tensor in the weight's place."""
-        return replace(self, tensor=self.slots[slot], slots={})
+        return self._replace(tensor=self.slots[slot], slots={})
 
 
 def assemble(
@@ -229,7 +229,7 @@ def assemble(
                     f"{item.where}: {item.native.name} is {item.tensor.dtype}, other ranks have {dtypes[name]}"
                 )
     return {
-        (key := Key(name, slot)): Assembled(str(key), shape, dtypes[name], parts[name], copies.get(name, ()))
+        (key := Key(name, slot)): Assembled(key, shape, dtypes[name], parts[name], copies.get(name, ()))
         for name, shape in shapes.items()
         if slot == WEIGHT or name in parts
     }

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from formats.ceilings import SIDECAR_BYTES
 from formats.output import Record
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.quantized import dequantize
-from megaconv.engine.sidecars import MAX_BYTES
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.hf_config import load_config
@@ -74,7 +74,7 @@ class BaseModel:
             if not is_weights(path)
             and path.suffix != ".py"
             and path.name[0] != "."
-            and path.stat().st_size <= MAX_BYTES
+            and path.stat().st_size <= SIDECAR_BYTES
         }
 
 

@@ -22,6 +22,7 @@ from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memor
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
+from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
@@ -31,6 +32,7 @@ from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
+CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it needs it and you trust it"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Report:
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
+    code: tuple[str, ...] = ()
+    """Python files that lie beside the source."""
     check: SourceCheck = field(default_factory=SourceCheck, repr=False)
     """What the source's own record says."""
 
@@ -81,7 +85,8 @@ class Report:
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *self.plan.notices)
+        code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
+        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *code, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -167,15 +172,17 @@ def prepare(
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
-    check = SourceCheck()
+    place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         told = options.load.config is not None or options.load.true_vocab_size is not None
-        check = check_source(resolve(str(load_dir)), written, source.header.manifest, other_shapes=told)
+        check = check_source(place, written, source.header.manifest, other_shapes=told)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
     size = len(record_json(str(load_dir), saver, source.header, plan, blank))
-    return source, Report(source.header, plan, Path(save_dir), memory, size, check=check)
+    described = options.load.config or place
+    code = () if isinstance(described, str) else code_left_out(described)
+    return source, Report(source.header, plan, Path(save_dir), memory, size, code=code, check=check)
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
@@ -248,6 +255,8 @@ def _convert(
     try:
         with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
+        if ranks.size == 1:  # several ranks may each have read but a part
+            opened.finish_checks()
         opened.require_unchanged()
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from formats.output import FileLayout
 from formats.tensor import Box
@@ -17,8 +18,7 @@ BLOCK_BYTES = 2 << 20
 """Tensors are moved in blocks of this size: large enough for the disk, small enough for the caches (benchmarks/convert.py)."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Rectangles of one canonical tensor and the native tensor that they are written into."""
 
     file: str

@@ -1,34 +1,74 @@
-"""The small files that make a model usable and travel along unread: tokenizer, generation settings, chat template, licence."""
+"""The small files that make a model usable and travel along unread: tokenizer, processors, generation settings, chat template, licence."""
 
+import logging
 import os
 from collections.abc import Mapping
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from formats.ceilings import SIDECAR_BYTES
 from formats.errors import UnsafeContent
 from formats.output import PlainFile
 from formats.regular_files import read_small
 
+_log = logging.getLogger("megaconv")
+
 SIDECAR_DIRECTORY = "hf"
 """Where our Megatron outputs keep them, with config.json, beside the tracker file."""
 
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps further chat templates, one level below the others."""
+
 _PATTERNS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json",
-    "generation_config.json", "chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    # Tokenizers: of the tokenizers library and of transformers, SentencePiece, tiktoken, byte-pair and word-piece vocabularies.
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt",
+    "spiece*.model", "sentencepiece*.model", "*.spm", "spm*.model", "*bpe*.model", "*.tiktoken", "tiktoken.model", "tekken.json",
+    "bpe.codes", "dict.txt", "normalizer.json", "audio_tokenizer_config.json",
+    # What comes before a model, and after it: images, sound, several inputs, text that is generated.
+    "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json",
+    "feature_extractor*.json", "generation_config.json", "chat_template*",
+    # What it may be used for.
+    "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*",
 )  # fmt: skip
-MAX_BYTES = 1 << 28
+"""In lower case, as names are compared."""
+_NEVER = (
+    ".py", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".index.json",
+)  # fmt: skip
+"""Ends of names of code, which nobody should run unread, and of weights."""
 
 
 def find_sidecars(directory: Path) -> dict[str, Path]:
-    """By file name. Code (*.py) is never taken."""
+    """By path below the directory. Code (*.py) and weights are never taken; a file that is too large is named in a warning."""
     if not directory.is_dir():
         return {}
-    found = (path for path in sorted(directory.iterdir()) if any(fnmatch(path.name, pattern) for pattern in _PATTERNS))
-    return {
-        path.name: path
-        for path in found
-        if path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_BYTES
-    }
+    found = [path for path in sorted(directory.iterdir()) if is_sidecar(path.name) and path.is_file()]
+    if (directory / CHAT_TEMPLATES).is_dir():
+        found += (path for path in sorted((directory / CHAT_TEMPLATES).glob("*.jinja")) if path.is_file())
+    return {str(path.relative_to(directory)): path for path in found if _is_small(path)}
+
+
+def is_sidecar(name: str) -> bool:
+    lower = name.lower()
+    return not lower.endswith(_NEVER) and any(fnmatchcase(lower, pattern) for pattern in _PATTERNS)
+
+
+def _is_small(path: Path) -> bool:
+    size = path.stat().st_size
+    if size > SIDECAR_BYTES:
+        _log.warning(
+            "%s: has %s bytes, and no tokenizer has more than %s; it is left out",
+            path,
+            f"{size:,}",
+            f"{SIDECAR_BYTES:,}",
+        )
+    return size <= SIDECAR_BYTES
+
+
+def code_left_out(directory: Path) -> tuple[str, ...]:
+    """Names of the Python files of a Hugging Face model, which some tokenizers and models need."""
+    if not (directory / "config.json").is_file():
+        return ()
+    return tuple(sorted(path.name for path in directory.glob("*.py")))
 
 
 def copies(files: Mapping[str, Path]) -> dict[str, PlainFile]:
@@ -43,7 +83,7 @@ def read_sidecar(path: Path) -> bytes:
         raise UnsafeContent(
             f"{path}: is a link to {real}, outside of the model's directory; put the file itself there, or remove the link"
         )
-    return read_small(path, MAX_BYTES)
+    return read_small(path, SIDECAR_BYTES)
 
 
 def _is_of_hub(path: Path) -> bool:

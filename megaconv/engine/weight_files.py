@@ -85,11 +85,8 @@ def whole_model(
 
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """
-    kept = {
-        name: tensor
-        for name, tensor in found.items()
-        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
-    }
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or "(?!)")
+    kept = {name: tensor for name, tensor in found.items() if not ignored.fullmatch(name)}
     config = family.complete(config, kept)
     most = len(kept) + 1  # of more layers some have to be missing
     bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})

@@ -169,8 +169,9 @@ def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Ite
     lost = lost_fields(config, back, but=but)
     if not lost:
         return
-    # What is only moot there follows from another field, which is the one to name.
-    names = sorted(lost, key=lambda name: name not in meaning_of(back))
+    # A field that is moot there follows from another one, which is the one to name.
+    kept_fields = meaning_of(back)
+    names = [name for name in lost if name in kept_fields] or list(lost)
     value, kept = lost[names[0]]
     more = f" (and {', '.join(names[1:])})" if names[1:] else ""
     raise NotExpressible(

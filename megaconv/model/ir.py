@@ -75,11 +75,11 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.manifest.values())
+        return sum(count * info.nbytes for info, count in Counter(self.manifest.values()).items())
 
     @property
     def parameters(self) -> int:
-        return sum(prod(info.shape) for key, info in self.manifest.items() if key.slot == WEIGHT)
+        return sum(count * prod(info.shape) for info, count in weight_kinds(self.manifest).items())
 
 
 def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:
@@ -90,10 +90,14 @@ def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:
 def main_dtype(manifest: Mapping[Key, TensorInfo]) -> str:
     """The dtype that most of the bytes of the weights have."""
     totals: Counter[str] = Counter()
-    for key, info in manifest.items():
-        if key.slot == WEIGHT:
-            totals[info.dtype] += info.nbytes
+    for info, count in weight_kinds(manifest).items():
+        totals[info.dtype] += count * info.nbytes
     return totals.most_common(1)[0][0]
+
+
+def weight_kinds(manifest: Mapping[Key, TensorInfo]) -> Counter[TensorInfo]:
+    """How many weights there are of each shape and dtype: few, however many tensors a model has."""
+    return Counter(info for key, info in manifest.items() if key.slot == WEIGHT)
 
 
 @dataclass(frozen=True)

@@ -247,19 +247,24 @@ def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Sh
     """Every canonical tensor of a model with its shape, in model order."""
     sizes, shapes = config.sizes(), dict[str, Shape]()
     shaped: dict[Row, list[tuple[str, Shape]]] = {}
+    experts = [str(expert) for expert in range(sizes["experts"])]
     for row, layer in _model_order(rows, config):
         if row not in shaped:
             evaluated = (evaluate(shape, sizes) for shape in row.shapes)
             shaped[row] = list(zip(expand(row.canonical), evaluated, strict=True))
-        for expert in range(sizes["experts"]) if row.of_experts else (0,):
-            for name, shape in shaped[row]:
-                shapes[fill(name, layer, expert)] = shape
+        named = [(of_layer(name, layer), shape) for name, shape in shaped[row]]
+        if not row.of_experts:
+            shapes.update(named)
+            continue
+        for expert in experts:
+            for name, shape in named:
+                shapes[name.replace("{e}", expert)] = shape
     return shapes
 
 
-def fill(pattern: str, layer: int, expert: int | None) -> str:
-    """A name with its layer and its expert."""
-    return pattern.replace("{l}", str(layer)).replace("{l-1}", str(layer - 1)).replace("{e}", str(expert))
+def of_layer(pattern: str, layer: int) -> str:
+    """A name with its layer; `{e}`, the expert, is left in it."""
+    return pattern.replace("{l}", str(layer)).replace("{l-1}", str(layer - 1)) if "{l" in pattern else pattern
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:

@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megaconv
 from formats import torch_zip
 from formats.entry_check import EntryCheck
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.opened import OpenedFiles
 from formats.tensor import Box, FileTensor, read_tensor, row_blocks
+from tests.models import write_llama
 
 CONTENT = random.Random(7).randbytes(1000)
 
@@ -126,3 +129,38 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
     value = torch_zip.read(tmp_path / "x.pt")
     assert isinstance(value, dict)
     assert value["a"].check is None or read_tensor(value["a"]).tobytes() == torch.ones(3).numpy().tobytes()
+
+
+def test_what_nobody_needed_is_read_at_the_end_where_it_is_the_smaller_part(saved: Path, tmp_path: Path) -> None:
+    intact = torch_zip.read(saved)
+    assert isinstance(intact, dict)
+    content = bytearray(saved.read_bytes())
+    content[intact["a"].offset] ^= 1
+    (tmp_path / "x.pt").write_bytes(content)
+    for rows, told in ((40, True), (20, False)):
+        opened = OpenedFiles()
+        with opened:
+            value = torch_zip.read(tmp_path / "x.pt")
+        assert isinstance(value, dict)
+        value["a"].read_into(Box(0, rows, 0, 32), np.empty((rows, 128), np.uint8))
+        if told:
+            with pytest.raises(CorruptCheckpoint, match="checksum"):
+                opened.finish_checks()
+        else:
+            opened.finish_checks()
+
+
+def test_a_damaged_vocabulary_that_is_padded_is_not_converted(tmp_path: Path) -> None:
+    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=131), tmp_path / "core", saver="core")
+    (tmp_path / "core" / "megaconv.json").unlink()
+    (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
+    state = torch_zip.read(file)
+    assert isinstance(state, dict)
+    embedding = state["model"]["embedding.word_embeddings.weight"]
+    assert embedding.shape[0] > 131
+    content = bytearray(file.read_bytes())
+    content[embedding.offset] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="checksum"):
+        megaconv.convert(tmp_path / "core", tmp_path / "out", saver="hf")
+    assert not (tmp_path / "out").exists()

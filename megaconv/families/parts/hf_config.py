@@ -61,4 +61,7 @@ def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str
 
 
 def as_file(words: Mapping[str, Any]) -> bytes:
-    return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a character, which JSON can spell and UTF-8 can't
+        return (json.dumps(words, indent=2) + "\n").encode()

@@ -221,14 +221,13 @@ def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
 def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[int, Weights]]:
     """(global layer, its weights on tensor rank 0 without the name of the layer)."""
     for chunk in layout.chunks():
-        chunks = ranks.dense(0, chunk.pp_rank)
+        found: dict[str, Weights] = {}
+        for name, tensor in ranks.dense(0, chunk.pp_rank)[chunk.vpp_rank].items():
+            if name.startswith(before_number):
+                number, _, inner = name.removeprefix(before_number).partition(".")
+                found.setdefault(number, {})[inner] = tensor
         for local in range(chunk.layers):
-            prefix = f"{before_number}{local}."
-            weights = chunks[chunk.vpp_rank].items()
-            yield (
-                chunk.first_layer + local,
-                {name.removeprefix(prefix): tensor for name, tensor in weights if name.startswith(prefix)},
-            )
+            yield chunk.first_layer + local, found.get(str(local), {})
 
 
 def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:

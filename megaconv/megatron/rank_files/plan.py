@@ -3,14 +3,15 @@
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
-from formats.tensor import ITEMSIZE, Box, matrix_shape
+from formats.tensor import ITEMSIZE, Box, Shape, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
@@ -25,7 +26,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
 from megaconv.model.naming import Naming
-from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.natives import NativeTensor, RankTensors, Region
 from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
@@ -186,6 +187,11 @@ class _Planner:
     padded: int
     arguments: Namespace
     carried: Carried
+    # Rank files of one stage differ in which part of the model they hold, and hardly ever in anything else. There may be
+    # thousands of them, so what they have in common is worked out once.
+    _dense: dict[tuple[int, Chunk], list[NativeTensor]] = field(default_factory=dict)
+    _layouts: dict[object, FileLayout] = field(default_factory=dict)
+    _records: dict[str, str] = field(default_factory=dict)
 
     def plan(self) -> OutputPlan:
         iteration = iteration_of(self.header, self.options)
@@ -201,21 +207,18 @@ class _Planner:
                 models = {self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks}
                 optimizer = self._optimizer(models, (tp_rank, pp_rank, ep_rank))
                 training = self.carried.state((tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None)
-                files[name] = torch_zip.plan(self._state(models, training), "model_optim_rng")
-                pieces = [
-                    (name, Piece(native, WEIGHT, f"{model}/{native.name}"))
-                    for model, natives in models.items()
-                    for native in natives
-                ]
+                files[name] = self._file(models, training)
+                for model, natives in models.items():
+                    for native in natives:
+                        self._place(name, Piece(native, WEIGHT, self._record(model, native.name)), placements, zeros)
                 if optimizer is not None:
                     holder = name
                     if optimizer.buffers is not None:
                         holder = f"{version}/{directory}/{rank_files.OPTIMIZER_FILE}"
                         files[holder] = torch_zip.plan(optimizer.buffers, "distrib_optim")
-                    pieces += [(holder, piece) for piece in optimizer.pieces]
                     zeros += [(holder, record, 4 * start, 4 * count) for record, start, count in optimizer.gaps]
-                for file, piece in pieces:
-                    self._place(file, piece, placements, zeros)
+                    for piece in optimizer.pieces:
+                        self._place(holder, piece, placements, zeros)
         files |= tracker_and_sidecars(self.header, iteration)
         return OutputPlan(files, placements, zeros, self.carried.notices)
 
@@ -253,12 +256,39 @@ class _Planner:
     def _model_key(self, chunk: Chunk) -> str:
         return "model" if self.layout.vpp == 1 else f"model{chunk.vpp_rank}"
 
-    def _natives(self, tp_rank: int, ep_rank: int, chunk: Chunk) -> list[NativeTensor]:
+    @cached_property
+    def _tensors(self) -> tuple[RankTensors, RankTensors]:
+        """(those that expert ranks have alike, those of experts)."""
         config, naming = self.header.config, self.style.naming
         rows = family(config.family).rows
-        natives = native_tensors(rows, config, naming, self.layout, tp_rank, chunk, self.padded, ep_rank)
-        kept = [native for native in natives if native.copy is None or native.copy.written]
-        return sorted(kept, key=lambda native: self.style.order(native.name))
+        dense, experts = (tuple(row for row in rows if row.of_experts == kind) for kind in (False, True))
+        return (
+            RankTensors(dense, config, naming, self.layout, self.padded),
+            RankTensors(experts, config, naming, self.layout, self.padded),
+        )
+
+    def _natives(self, tp_rank: int, ep_rank: int, chunk: Chunk) -> list[NativeTensor]:
+        dense, experts = self._tensors
+        if (tp_rank, chunk) not in self._dense:
+            natives = dense.of(tp_rank, chunk)
+            self._dense[tp_rank, chunk] = [n for n in natives if n.copy is None or n.copy.written]
+        found = [*self._dense[tp_rank, chunk], *experts.of(tp_rank, chunk, ep_rank)]
+        return sorted(found, key=lambda native: self.style.order(native.name))
+
+    def _record(self, model: str, name: str) -> str:
+        """One string for all files."""
+        record = f"{model}/{name}"
+        return self._records.setdefault(record, record)
+
+    def _file(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> FileLayout:
+        """A layout says where a file's tensors lie, not what they hold: all files of the same tensors share one."""
+        alike = tuple((model, *map(self._kind, natives)) for model, natives in models.items())
+        if training or alike not in self._layouts:  # training: state of the rank's own
+            self._layouts[alike] = torch_zip.plan(self._state(models, training), "model_optim_rng")
+        return self._layouts[alike]
+
+    def _kind(self, native: NativeTensor) -> tuple[str, Shape, str]:
+        return native.name, native.shape, native_dtype(self.header, native)
 
     def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {
