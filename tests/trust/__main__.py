@@ -32,7 +32,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="trust-", dir=options.folder or _quick_place()))
     try:
         server.warm_up()
-        made = checkpoints.make(root)
+        made = checkpoints.make(root, options.sources)
         for result in work(tasks, root, made, seed=options.seed, jobs=options.jobs, keep=options.keep):
             report.add(result)
     finally:
@@ -55,6 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeat", metavar="ATTACK:NUMBER", help="one case alone, with the same --seed")
     parser.add_argument("--keep", action="store_true", help="leave the last case's files to look at")
     parser.add_argument("--folder", type=Path, help="where to work; in memory unless said")
+    parser.add_argument("--sources", type=Path, help="where the checkpoints are kept for other runs")
     parser.add_argument("--report", type=Path, help="a JSON file with counts and failures")
     return parser.parse_args()
 

@@ -51,10 +51,20 @@ class Checkpoint:
         return (self.path / RECORD_NAME).is_file()
 
 
-def make(root: Path) -> dict[str, Checkpoint]:
-    """Everything above, by name."""
+def make(root: Path, kept: Path | None = None) -> dict[str, Checkpoint]:
+    """Everything above, by name. kept: a directory in which it lies from then on, or has been made before."""
     sources = root / "sources"
-    sources.mkdir(parents=True)
+    if kept is None:
+        sources.mkdir()
+    else:
+        kept.mkdir(exist_ok=True)
+        sources.symlink_to(kept.resolve())
+    if not any(sources.iterdir()):
+        _make(sources)
+    return {path.name: Checkpoint(path.name, path) for path in sorted(sources.iterdir())}
+
+
+def _make(sources: Path) -> None:
     command = [sys.executable, "-m", "tests.trust.checkpoints", str(sources)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     for name, options in SAVERS.items():
@@ -63,7 +73,6 @@ def make(root: Path) -> dict[str, Checkpoint]:
         _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
     for path in [path for path in sources.iterdir() if (path / RECORD_NAME).is_file()]:
         shutil.copytree(path, sources / f"{path.name}-bare", ignore=shutil.ignore_patterns(RECORD_NAME))
-    return {path.name: Checkpoint(path.name, path) for path in sorted(sources.iterdir())}
 
 
 def _convert(source: Path, target: Path, options: str) -> None:
