@@ -29,6 +29,7 @@ def write_trained_llama(
     state["args"].lr, state["args"].min_lr, state["args"].weight_decay = 0.01, 0.001, 0.1
     state["args"].optimizer, state["args"].sgd_momentum = kind, 0.9
     torch.save(state, file)
+    (path / "megaconv.json").unlink()  # the record of what was written, which this no longer is
     return path
 
 
