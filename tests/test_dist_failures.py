@@ -121,7 +121,7 @@ def test_metadata_that_asks_to_run_code_is_not_obeyed(checkpoint: Path, tmp_path
     [
         ("__1_0.distcp", ("no such file",)),
         ("common.pt", ("no such file", "args")),
-        (".metadata", ("No such file",)),
+        (".metadata", ("no such file",)),
         ("metadata.json", ("incomplete",)),
     ],
 )

@@ -208,6 +208,15 @@ def _write_activation(config: ModelConfig) -> Raw:
     return {"feed_forward_proj": words[found]}
 
 
+def _unscaled(config: ModelConfig) -> Raw:
+    if config.attention.scale != _T5["attention.scale"]:
+        raise NotExpressible(
+            "the model's attention scores are divided by the square root of the head size, as all of Megatron's are; "
+            "T5ForConditionalGeneration's aren't"
+        )
+    return {}
+
+
 def _read_layers(raw: Raw) -> Fields:
     encoder = need_size(raw, "num_layers")
     return {"encoder.layers": encoder, "layers.count": need_size(raw, "num_decoder_layers", encoder)}
@@ -229,7 +238,10 @@ def _scaled_outputs(raw: Raw) -> Fields:
     return {}
 
 
+_T5 = {"positions.kind": "relative", "attention.scale": 1.0}
+
 _WORDS = (
+    Words((), lambda raw: {}, _unscaled),
     size("d_model", "hidden"),
     size("d_ff", "mlp.ffn"),
     size("n_positions", "max_positions", 512),
@@ -251,8 +263,6 @@ _WORDS = (
     Words(("scale_decoder_outputs",), _scaled_outputs, lambda config: {}),
     Words(("decoder_start_token_id",), lambda raw: {}, lambda config: {"decoder_start_token_id": config.pad_token_id}),
 )
-_T5 = {"positions.kind": "relative", "attention.scale": 1.0}
-"""All of Megatron's divide attention scores by the square root of the head size."""
 
 FAMILY = Family(
     "t5", ("T5ForConditionalGeneration",), "t5", ROWS, words=_WORDS, fixed=_T5, only={"is_encoder_decoder": True, "is_decoder": False},

@@ -164,6 +164,8 @@ def is_llama3(config: ModelConfig) -> bool:
 
 def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[str, Any]:
     """params.json for a model; allow_lossy: leave a rope scaling out that has no words there. Raises NotExpressible."""
+    if config.has("encoder") or config.has("transform"):
+        raise NotExpressible(f"the model has an encoder, which {KINDS[kind]} {PARAMS_NAME} can't represent")
     written = _write(config, kind)
     found = {"vocab": config.vocab, "mlp.ffn": config.mlp.ffn, "tie_embeddings": config.tie_embeddings}
     try:
