@@ -21,6 +21,7 @@ from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.megatron.arguments.read import from_arguments, read_layout
+from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import source
 from megaconv.model.config import ModelConfig
@@ -60,7 +61,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     fields = {bare(name) for source in ("wheels", "repository") for name in FACTS[source]["fields"]}
     of_a_release_without_a_tag = {"num_unique_layers", "param_sharing_style"}
     asked_of_the_configuration_by_gpt_model = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
-    others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model
+    others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model | {LEFT_OUT}
     assert KNOWN - fields - FACTS["repository"]["arguments"].keys() - flags_of_our_trainer() == others
 
 
@@ -154,7 +155,8 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
     list(bucket_sizes(Namespace(overlap_grad_reduce=True), 0, 0, 1))
     names = {name for name in asked if not name.startswith("__")}
     assert names - READ - REFUSED.keys() == set()
-    assert READ - names == {"moe_use_legacy_grouped_gemm"}  # of buckets of grouped experts, which no fixture has
+    # Of buckets of grouped experts, which no fixture has, and our own beside a config.json, which none of them has either.
+    assert READ - names == {"moe_use_legacy_grouped_gemm", LEFT_OUT}
 
 
 ONE_OF_EACH_KIND = {

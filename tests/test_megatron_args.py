@@ -179,7 +179,7 @@ def latent(**changed: Any) -> dict[str, Any] | None:
     """The scaling of a DeepSeek's positions with these arguments; those given as ... are not there."""
     args = arguments(read(raw_config("deepseek_v3"))) | changed
     scaling = read_latent(Namespace(**{name: value for name, value in args.items() if value is not ...}))[
-        "rope_scaling"
+        "positions.scaling"
     ]
     return cast("dict[str, Any] | None", scaling)
 

@@ -35,7 +35,6 @@ def convert(model: Path, *options: object, saver: str = "core") -> Outcome:
     ("options", "words"),
     [
         ("--tp 3", ["heads = 8", "(tp) = 3"]),
-        ("--tp 8", ["kv_heads = 4", "(tp) = 8"]),
         ("--tp 16", ["heads = 8", "(tp) = 16"]),
         ("--pp 3", ["layers = 4", "pp", "3"]),
         ("--pp 8", ["layers = 4", "pp", "8"]),

@@ -25,7 +25,7 @@ class Limit(NamedTuple):
 
 
 _READ = """
-    num_layers encoder_num_layers decoder_num_layers hidden_size ffn_hidden_size num_attention_heads
+    num_layers encoder_num_layers decoder_num_layers ffn_hidden_size num_attention_heads
     group_query_attention num_query_groups kv_channels max_position_embeddings untie_embeddings_and_output_weights
     normalization norm_epsilon layernorm_epsilon apply_layernorm_1p layernorm_zero_centered_gamma
     apply_residual_connection_post_layernorm window_size window_attn_skip_freq

@@ -75,8 +75,6 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
 
 _NEEDED = {
     "attention.heads": "num_attention_heads",
-    "attention.kv_heads": "num_query_groups",
-    "attention.head_dim": "hidden_size",
     "max_positions": "max_position_embeddings",
 }
 """Fields without a default -> the argument that should tell them."""
@@ -103,9 +101,8 @@ def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     told = {"attention.heads": heads}
     groups = _need(args, "num_query_groups") if getattr(args, "group_query_attention", False) else heads
-    hidden = found.get("hidden") or getattr(args, "hidden_size", None)
-    width = getattr(args, "kv_channels", None) or (None if hidden is None else hidden // heads)
-    return told | {"attention.kv_heads": groups} | ({} if width is None else {"attention.head_dim": width})
+    width = getattr(args, "kv_channels", None) or found["hidden"] // heads
+    return told | {"attention.kv_heads": groups, "attention.head_dim": width}
 
 
 _FIELDS = {
