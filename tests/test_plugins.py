@@ -171,7 +171,8 @@ def test_every_command_reads_what_the_saver_writes(llama: Path, tmp_path: Path) 
     with (out / "model.pebble").open("r+b") as file:
         file.seek(-200, os.SEEK_END)
         file.write(b"changed")
-    assert run("verify", out).status == run("diff", out, llama).status == 4
+    assert run("verify", out).status == run("diff", out, llama, "--no-check-source").status == 4
+    assert_refused(run("diff", out, llama), 3, "--no-check-source")
 
 
 @pytest.mark.usefixtures("pebble")
