@@ -62,7 +62,10 @@ def find_version(path: Path) -> Path | None:
         with unnoted():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
             word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
-            raise CorruptCheckpoint(f"{tracker}: should hold an iteration number or `release`, found {word[:40]!r}")
+            # What it holds isn't repeated: it may be a link to a file that is nobody's business.
+            raise CorruptCheckpoint(
+                f"{tracker}: should hold an iteration number or `release`, found {len(word)} characters of something else"
+            )
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
         if not version.is_dir():
             raise CorruptCheckpoint(

@@ -86,10 +86,20 @@ def test_nothing_and_other_things_are_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["", "five", "-5", "5.0", "1e3", "²", "../iter_0000005", "5 6"])
-def test_a_tracker_of_garbage_is_quoted(tmp_path: Path, word: str) -> None:
+def test_a_tracker_of_garbage_is_refused(tmp_path: Path, word: str) -> None:
     track(tmp_path, word)
     with pytest.raises(CorruptCheckpoint, match=r"latest_checkpointed_iteration\.txt: .*iteration number or `release`"):
         find_version(tmp_path)
+
+
+def test_what_a_tracker_links_to_is_not_quoted(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("password")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").symlink_to(secret)
+    with pytest.raises(CorruptCheckpoint, match="iteration number or `release`") as caught:
+        find_version(tmp_path / "run")
+    assert "password" not in str(caught.value)
 
 
 def test_a_tracker_of_binary_garbage_is_refused(tmp_path: Path) -> None:
