@@ -13,7 +13,8 @@ import pytest
 import megaconv
 from megaconv.errors import NotExpressible
 from megaconv.families import family_of_hf
-from megaconv.model.config import ModelConfig
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.fields import per_layer
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, OracleFailed, read_rank_file
 from tests.transformers_oracle import (
@@ -369,26 +370,25 @@ def in_our_words(config: "PretrainedConfig") -> dict[str, Any]:
     )
     windowed = tuple(layer for layer, kind in enumerate(layers) if kind == "sliding_attention")
     return {
-        "layers": said["num_hidden_layers"],
+        "layers.count": said["num_hidden_layers"],
         "hidden": said["hidden_size"],
-        "heads": said["num_attention_heads"],
-        "kv_heads": said["num_key_value_heads"],
-        "head_dim": said["head_dim"],
-        "ffn": said["intermediate_size"],
+        "attention.heads": said["num_attention_heads"],
+        "attention.kv_heads": said["num_key_value_heads"],
+        "attention.head_dim": said["head_dim"],
+        "mlp.ffn": said["intermediate_size"],
         "vocab": said["vocab_size"],
         "max_positions": said["max_position_embeddings"],
-        "norm_epsilon": said["rms_norm_eps"],
-        "rope_theta": theta,
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "norm.epsilon": said["rms_norm_eps"],
+        "positions.theta": theta,
+        "positions.scaling": None if scaling["rope_type"] == "default" else scaling,
         "tie_embeddings": said["tie_word_embeddings"],
-        "sliding_window": said["sliding_window"] if windowed else None,
-        "windowed_layers": windowed if 0 < len(windowed) < len(layers) else None,
+        "layers.window": per_layer(windowed, len(layers), said["sliding_window"], None),
     }
 
 
 def assert_same_meaning(raw: Mapping[str, Any], directory: Path) -> None:
     found, expected = read(raw), in_our_words(transformers_reads(raw, directory))
-    assert {name: getattr(found, name) for name in expected} == expected
+    assert {name: value_of(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -10,7 +10,8 @@ _NAMES = {"model.embed_tokens": "body.embed", "model.layers.": "body.blocks.", "
 
 def _renamed(row: Row) -> Row:
     """Only Hugging Face's names differ. Meta's files and Megatron's legacy models have no words for a Pebble."""
-    name = str(row.names["hf"])
+    (spelling,) = row.names["hf"]
+    name = spelling.name
     for llama, pebble in _NAMES.items():
         name = name.replace(llama, pebble)
     return row.renamed(hf=name).without("legacy", "meta")
