@@ -40,6 +40,7 @@ FOLLOWS = {
     "attention.heads": ("attention.kv_heads",),
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
+    "attention.scale": ("square root of the head size",),
 }
 """What a family has in a fixed relation to a field, and is named in its place."""
 OTHER: dict[str, tuple[Any, ...]] = {

@@ -413,8 +413,10 @@ def convert(
 
     monkeypatch.setattr(registry, "_find", lambda kind, ours, name: Ours())
     before, started = set(threading.enumerate()), time.monotonic()
+    beside = target.parent.parent / f"{target.parent.name}-source"
+    beside.mkdir(exist_ok=True)
     try:
-        conversion.convert(target.parent, target, "ours", ConvertOptions(loader="ours", max_memory=1 << 20))
+        conversion.convert(beside, target, "ours", ConvertOptions(loader="ours", max_memory=1 << 20))
     finally:
         while set(threading.enumerate()) - before and time.monotonic() - started < 5:
             time.sleep(0.01)
@@ -474,7 +476,7 @@ def test_a_saver_that_dies_while_it_writes_ends_the_run_at_once(
         """identity() walks the regions before any of them is used for writing."""
         planned = saver.plan(header, options)
         key = list(planned.placements)[number]
-        broken = [replace(place, regions=Regions()) for place in planned.placements[key]]
+        broken = [place._replace(regions=Regions()) for place in planned.placements[key]]
         monkeypatch.setattr(OutputPlan, "identity", lambda self, source: source)
         return replace(planned, placements={**planned.placements, key: broken})
 
@@ -521,7 +523,7 @@ def test_a_plan_that_leaves_a_tensor_out_is_noticed(
 
     def plan(header: Header, options: SaveOptions) -> OutputPlan:
         planned, key = saver.plan(header, options), Key("layers.2.mlp.up.weight")
-        left = [replace(place, regions=()) for place in planned.placements[key]] if partly else []
+        left = [place._replace(regions=()) for place in planned.placements[key]] if partly else []
         return replace(planned, placements={**planned.placements, key: left})
 
     with unchanged(tmp_path), pytest.raises(CheckpointError, match=named):

@@ -32,16 +32,18 @@ def test_what_was_written_is_found_again(saver: str, tmp_path: Path) -> None:
     assert megaconv.verify(out).same
 
 
-@pytest.mark.parametrize(
-    ("saver", "file"), [("hf", "model.safetensors"), ("core", "iter_0000005/mp_rank_01_001/model_optim_rng.pt")]
-)
-def test_one_flipped_bit_is_found_and_its_tensor_named(saver: str, file: str, tmp_path: Path) -> None:
-    out = written(tmp_path / "out", saver)
+def flip_in_a_tensor(out: Path, file: str) -> None:
+    """One bit of encoder.layers.1.attn.o.weight."""
     weight = megaconv.open(SOURCE).load("encoder.layers.1.attn.o.weight").numpy()[-1, -8:].tobytes()
     content = bytearray((out / file).read_bytes())
     assert content.count(weight) == 1
     content[content.index(weight)] ^= 1
     (out / file).write_bytes(content)
+
+
+def test_one_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path) -> None:
+    out = written(tmp_path / "out", "hf")
+    flip_in_a_tensor(out, "model.safetensors")
     outcome = run("verify", out)
     assert outcome.status == 4
     assert outcome.out.splitlines()[1:] == ["  encoder.layers.1.attn.o.weight  changed"]
@@ -50,6 +52,14 @@ def test_one_flipped_bit_is_found_and_its_tensor_named(saver: str, file: str, tm
         4,
         {"encoder.layers.1.attn.o.weight": "changed"},
     )
+
+
+def test_one_flipped_bit_in_a_file_with_checksums_is_found_while_it_is_read(tmp_path: Path) -> None:
+    out, file = written(tmp_path / "out", "core"), "iter_0000005/mp_rank_01_001/model_optim_rng.pt"
+    flip_in_a_tensor(out, file)
+    outcome = run("verify", out)
+    assert outcome.status == 3
+    assert f"{out / file}: the checksum of the tensor at byte" in outcome.err
 
 
 def test_tensors_that_came_and_went_are_told_apart(tmp_path: Path) -> None:
