@@ -86,13 +86,25 @@ def _check_tree(root: object, limit: int) -> None:
     # (levels, values) of each container that holds others, by identity, once those below are known
     sizes: dict[int, tuple[int, int]] = {}
     path, on_path = [root], set[int]()
+    looked_at: dict[int, bool] = {}
+
+    def holds_containers(node: object) -> bool:
+        """Looked up for long ones, which a short pickle may refer to without end; others are many, and quickly looked through."""
+        if id(node) in looked_at:
+            return looked_at[id(node)]
+        parts = _parts(node)
+        found = any(type(part) in _CONTAINERS for part in parts)
+        if len(parts) > _LONG:
+            looked_at[id(node)] = found
+        return found
+
     while path:
         node = path[-1]
         if id(node) in sizes:
             path.pop()
             continue
         parts = _parts(node)
-        inner = [part for part in parts if type(part) in _CONTAINERS and _holds_containers(part)]
+        inner = [part for part in parts if type(part) in _CONTAINERS and holds_containers(part)]
         if id(node) not in on_path:
             on_path.add(id(node))
             if len(on_path) > LIMIT_DEPTH:
@@ -115,10 +127,7 @@ def _check_tree(root: object, limit: int) -> None:
 
 
 _CONTAINERS = (dict, list, tuple, Namespace)
-
-
-def _holds_containers(node: object) -> bool:
-    return any(type(part) in _CONTAINERS for part in _parts(node))
+_LONG = 32
 
 
 def _parts(node: object) -> Collection[object]:
