@@ -17,6 +17,7 @@ from megaconv.families import families, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME
 from megaconv.model.ir import Key
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
 from tests.config_models import raw_config, raw_gpt2
@@ -73,8 +74,8 @@ def write_model(name: str, path: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         native.name: (torch.randn(native.shape, generator=generator) / 50).to(torch.bfloat16)
-        for native in native_tensors(family.rows, config, "hf", Layout(), 0, whole, config.vocab)
-        if not native.tied_copy
+        for native in native_tensors(family.rows, config, HF, Layout(), 0, whole, config.vocab)
+        if not native.copy
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
