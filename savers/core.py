@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
@@ -35,7 +36,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         planned = plan_dist(header, options, layout)
     else:
         naming = core_naming(options.transformer_impl, "grouped" if options.grouped_experts else "")
-        style = ModelStyle(naming, core_order(family(header.config.family).rows, naming), extra_states)
+        style = ModelStyle(naming, core_order(family(header.config.family).rows, naming), partial(extra_states, naming=naming))
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
     if layout.tp > header.config.attention.kv_heads:

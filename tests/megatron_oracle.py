@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tests import encoder_oracle
+from tests import custom_layers, encoder_oracle
+from tests.custom_layers import Needs
 
 if TYPE_CHECKING:
     import torch
@@ -226,21 +227,21 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     others = {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_token_dispatcher_type": "allgather"}
     config = kind(**known | others | dict.fromkeys(without_cuda, False))
     # No fields of this release: whoever builds a model with yarn sets them, and GPTModel asks for them.
-    for name in (name for name in vars(args) if name.startswith("yarn_")):
+    for name in (name for name in vars(args) if name.startswith("yarn_") or name == "attn_logit_softcapping"):
         setattr(config, name, getattr(args, name))
     return config
 
 
-def build(args: Namespace, virtual_stage: int | None) -> Any:
+def build(args: Namespace, virtual_stage: int | None, needs: Needs) -> Any:
     """One model chunk."""
     if encoder_oracle.is_t5(args):
         return encoder_oracle.build_t5(args, transformer_config(args))
     if encoder_oracle.is_bert(args):
         return encoder_oracle.build_bert(args, transformer_config(args), virtual_stage)
-    return build_gpt(args, virtual_stage)
+    return build_gpt(args, virtual_stage, needs)
 
 
-def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
+def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTModel":
     """One model chunk, as the GPT builder makes it.
 
     The builder itself, up to core 0.18, keeps two arguments from GPTModel, which takes them: rope_scaling_factor (then 8)
@@ -260,10 +261,14 @@ def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
         if args.num_experts
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
+    custom_layers.adapt(spec, needs, args)
+    bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
+    # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
+    factor = args.rope_scaling_factor if needs.two_ropes and args.position_embedding_type == "rope" else 1.0
     mtp = None
     if args.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
-    return GPTModel(
+    chunk = GPTModel(
         config=config,
         mtp_block_spec=mtp,
         transformer_layer_spec=spec,
@@ -275,12 +280,17 @@ def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
+        rotary_base=bases[1],
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor or (None if factor == 1 else factor),
         vp_stage=virtual_stage,
     ).eval()
+    if bases[0] is not None:
+        custom_layers.give_windows_their_own_rope(chunk, args)
+    if chunk.post_process and getattr(args, "final_logit_softcapping", None):
+        custom_layers.cap_logits(chunk, args.final_logit_softcapping)
+    return chunk
 
 
 @contextlib.contextmanager
@@ -332,7 +342,8 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args announce."""
     stages = virtual_stages(args)
     built = {
-        f"model{'' if stage is None else stage}": build(args, stage) for stage in (range(stages) if stages else [None])
+        f"model{'' if stage is None else stage}": build(args, stage, custom_layers.needs_of(version.parent))
+        for stage in (range(stages) if stages else [None])
     }
     distributed = (version / "metadata.json").exists()
     state = load_distributed(version, built) if distributed else read_rank_file(own_file(version, args))

@@ -139,6 +139,11 @@ DISTRIBUTED = [
     ("gpt_oss", "tp2 pp1 ep2"),
     ("deepseek_v3", "tp1 pp2 ep2"),
     ("gemma", "tp2 pp2"),
+    ("olmoe", "tp2 pp1 ep2"),
+    ("minimax_m2", "tp1 pp2 ep2"),
+    ("olmo2", "tp2 pp2"),
+    ("gemma2", "tp2 pp2"),
+    ("gemma3_text", "tp1 pp4"),
     ("qwen2, fewer kv heads than ranks", "tp4 pp1, release"),
     ("qwen3, fewer kv heads than ranks", "tp4 pp1, release"),
 ]

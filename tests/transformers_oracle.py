@@ -84,6 +84,21 @@ def windows(first: int) -> dict[str, Any]:
     return {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (LAYERS - first)}
 
 
+def rope_of(theta: float, **scaling: Any) -> dict[str, Any]:
+    """Of one kind of layers."""
+    return {"rope_type": "default", **scaling, "rope_theta": theta}
+
+
+def two_ropes(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 5 says it where layers with a window have their own."""
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
+
+
+OLMO_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 8.0, "beta_slow": 0.5}
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": WINDOW}
+GEMMA_OTHERS = {"scale": {"query_pre_attn_scalar": 12}, "one less": {"sliding_window": WINDOW - 1}}
+
 VARIANTS = {
     "llama": Variant("llama", others={"epsilon": {"rms_norm_eps": 1e-5}, "rotary base": rope(10000.0)}),
     "llama, as many kv heads as heads": Variant("llama", {"num_key_value_heads": 8}),
@@ -133,6 +148,37 @@ VARIANTS = {
         {"no window": {"sliding_window": None}},
     ),
     "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}, FEW),
+    "olmo2": Variant("olmo2", {}, {"epsilon": {"rms_norm_eps": 1e-5}}, ("tp2 pp2, layers 1+3",)),
+    "olmo3": Variant(
+        "olmo3",
+        {"sliding_window": WINDOW, **two_ropes(rope_of(5000.0), rope_of(5000.0))},
+        {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
+        ("tp2 pp2",),
+    ),
+    "olmo3, yarn on the last layer": Variant(
+        "olmo3",
+        {"sliding_window": WINDOW, **two_ropes(rope_of(5000.0, **OLMO_YARN), rope_of(5000.0))},
+        {"no scaling": two_ropes(rope_of(5000.0), rope_of(5000.0))},
+        ("tp2 pp2",),
+    ),
+    "gemma2": Variant(
+        "gemma2",
+        {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
+        {**GEMMA_OTHERS, "uncapped scores": {"attn_logit_softcapping": None}, "uncapped logits": {"final_logit_softcapping": None}},
+        ("tp2 pp2, layers 1+3", "tp4 pp1, release"),
+    ),
+    "gemma3_text": Variant(
+        "gemma3_text",
+        {**GEMMA, "layer_types": GEMMA_LAYERS, **two_ropes(rope_of(5000.0), rope_of(200.0))},
+        {**GEMMA_OTHERS, "one base": two_ropes(rope_of(5000.0), rope_of(5000.0))},
+        ("tp2 pp2, layers 1+3",),
+    ),
+    "gemma3_text, scaled": Variant(
+        "gemma3_text",
+        {**GEMMA, "layer_types": GEMMA_LAYERS, **two_ropes(rope_of(5000.0, rope_type="linear", factor=4.0), rope_of(200.0))},
+        {"no scaling": two_ropes(rope_of(5000.0), rope_of(200.0))},
+        ("tp2 pp2",),
+    ),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
 }
@@ -173,6 +219,19 @@ MIXTURES = {
         "qwen3_moe",
         {**EXPERTS, "num_experts": 4, "head_dim": 12, "norm_topk_prob": True},
         {"weights left as they are": {"norm_topk_prob": False}},
+    ),
+    "olmoe": Variant(
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        {"weights made to sum up to 1": {"norm_topk_prob": True}},
+        ("tp2 pp1 ep2", "tp1 pp2 ep2"),
+    ),
+    "minimax_m2": Variant(
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+        {"heads that rotate whole": rope(5000.0)},
+        ("tp2 pp1 ep2",),
     ),
     "glm4_moe": Variant(
         "glm4_moe",

@@ -47,6 +47,9 @@ class Family:
     recognized: str | None = None
     """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
     None where these don't tell it from another family that computes the same."""
+    beyond_core: tuple[str, ...] = ()
+    """Fields that Megatron has no argument for and that don't follow from others: without the argument that Megatron-Bridge's
+    provider has for them, a config.json has to say them."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
 
@@ -71,8 +74,8 @@ class Family:
 
 REFUSED = {
     **dict.fromkeys(
-        ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3nForCausalLM"),
-        "Gemma 2 and later have norms after attention and MLP, and Gemma 2 caps its logits, for which Megatron core has no layers",
+        ("Gemma3ForConditionalGeneration", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        "of Gemma 3, only the models for text alone (Gemma3ForCausalLM) are supported, not those that see, and not Gemma 3n",
     ),
     **dict.fromkeys(
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),

@@ -78,5 +78,5 @@ SIGMOID: Fields = {"experts.score": "sigmoid", "experts.router_bias": True}
 
 FAMILY = Family(
     "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=SILU,
-    ignored=IGNORED, complete=without_missing, recognized=f"{MIXTURE} sigmoid_router",
+    ignored=IGNORED, complete=without_missing, recognized=f"{MIXTURE} sigmoid_router !wide_qk_norm",
 )  # fmt: skip

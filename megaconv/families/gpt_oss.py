@@ -8,17 +8,15 @@ A sink is Megatron's learnable softmax offset.
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
-from megaconv.families.mixtral import MOE_NORM
+from megaconv.families.mixtral import EXPERTS_WIDTH, MOE_NORM
 from megaconv.families.parts.decoder_words import (
     LLAMA_LIKE,
     SILU,
     decoder_words,
-    layer_types,
     rope,
-    windowed_layers,
-    windows_on,
+    windows_by_layer,
 )
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, need_size, number, size
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, number, size
 from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -69,34 +67,19 @@ _YARN = {
 """What the class takes rope for that config.json doesn't speak of."""
 
 
-def _read_windows(raw: Raw) -> Fields:
-    layers = need_size(raw, "num_hidden_layers")
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    return windows_on(raw, windowed_layers(raw, kinds), raw.get("sliding_window", 128) or None)
-
-
 def _read_alpha(raw: Raw) -> Fields:
     if raw.get("swiglu_alpha", 1.702) != 1.702:
         raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not known, only 1.702 is")
     return {}
 
 
-def _read_width(raw: Raw) -> Fields:
-    width = need_size(raw, "intermediate_size")
-    return {"mlp.ffn": width, "experts.ffn": width}
-
-
 _WORDS = (
     *decoder_words(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
-    Words(
-        ("sliding_window", "layer_types"),
-        _read_windows,
-        lambda config: {"sliding_window": config.window, "layer_types": layer_types(config)},
-    ),
+    windows_by_layer(128, full_every=2),
     size("num_local_experts", "experts.count", 128),
     size("num_experts_per_tok", "experts.per_token", 4),
-    Words(("intermediate_size",), _read_width, lambda config: {"intermediate_size": config.experts.ffn}),
+    EXPERTS_WIDTH,
     number("swiglu_limit", "mlp.clamp", 7.0),
     # What Megatron's quick gelu has; older transformers don't know the key.
     Words(("swiglu_alpha",), _read_alpha, lambda config: {}),

@@ -64,17 +64,20 @@ _OWN = tuple(row.renamed(meta=_MISTRALS_OWN[row.canonical]) for row in (MOE_NORM
 ROWS = (EMBEDDING, *ATTENTION, *_OWN, *HEAD)
 
 
-def _width(raw: Raw) -> Fields:
+def _read_width(raw: Raw) -> Fields:
     width = need_size(raw, "intermediate_size")
     return {"mlp.ffn": width, "experts.ffn": width}
 
+
+EXPERTS_WIDTH = Words(("intermediate_size",), _read_width, lambda config: {"intermediate_size": config.experts.ffn})
+"""Of models that have experts in every layer, and one word for their width."""
 
 _WORDS = (
     *decoder_words(positions=131072, kv_heads=8, epsilon=1e-5, rotation=rope(1e6), tokens=(1, 2, None)),
     window(None),
     size("num_local_experts", "experts.count", 8),
     size("num_experts_per_tok", "experts.per_token", 2),
-    Words(("intermediate_size",), _width, lambda config: {"intermediate_size": config.experts.ffn}),
+    EXPERTS_WIDTH,
 )
 
 FAMILY = Family(

@@ -9,5 +9,5 @@ FAMILY = Family(
     "qwen3", ("Qwen3ForCausalLM",), "qwen3", ROWS,
     words=(*decoder_words(positions=32768, kv_heads=32, head_dim=128), QWEN_WINDOWS, BIASES),
     fixed=LLAMA_LIKE | {"attention.qk_norm": True}, only=SILU, ignored=IGNORED, features=("qk_norm",),
-    recognized=f"{PLAIN} qk_norm",
+    recognized=f"{PLAIN} qk_norm !wide_qk_norm",
 )  # fmt: skip

@@ -27,5 +27,5 @@ _WORDS = (
 
 FAMILY = Family(
     "qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3_moe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"attention.qk_norm": True},
-    only=SILU, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn qk_norm",
+    only=SILU, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn qk_norm !wide_qk_norm",
 )  # fmt: skip

@@ -35,7 +35,9 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    """Whether q and k of each head are normed before they rotate."""
+    """Whether q and k are normed before they rotate."""
+    qk_norm_width: str = "head"
+    """What one such norm is over: each `head` alone, or `all` heads of a projection at once."""
     sinks: bool = False
     """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
     scale: float | None = None
@@ -66,7 +68,7 @@ class Positions:
     """`rope`, `learned` (a table of max_positions rows) or `relative` (biases on attention scores)."""
     theta: float = 10000.0
     local_theta: float | None = None
-    """Of layers with a window, where they have a base of their own."""
+    """Of layers with a window, where they have a base of their own; `scaling` is then of the other layers alone."""
     scaling: Mapping[str, Any] | None = None
     """As Hugging Face spells it, with `rope_type`; None when positions are not scaled."""
     rotary_percent: float = 1.0
@@ -86,7 +88,8 @@ class Norm:
     zero_centered: bool = False
     """Whether a norm multiplies with its weight + 1."""
     place: str = "before"
-    """`before` each sublayer, or `after_sum`: of a sublayer's output and what it was given, as in the original BERT."""
+    """`before` each sublayer; `after` it, of its output before that is added; `both`; or `after_sum`: of a sublayer's output
+    and what it was given, as in the original BERT."""
     final: bool = True
     """Whether one follows the last layer."""
 
@@ -285,10 +288,13 @@ FEATURES: Mapping[str, Holds] = {
     "zero_centered": lambda config, kind, layer: config.norm.zero_centered,
     "pre_norm": lambda config, kind, layer: config.norm.place == "before",
     "post_norm": lambda config, kind, layer: config.norm.place == "after_sum",
+    "output_norm": lambda config, kind, layer: config.norm.place == "after",
+    "sandwich_norm": lambda config, kind, layer: config.norm.place == "both",
     "final_norm": lambda config, kind, layer: config.norm.final,
     "qkv_bias": lambda config, kind, layer: config.attention.qkv_bias,
     "o_bias": lambda config, kind, layer: config.attention.o_bias,
     "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
+    "wide_qk_norm": lambda config, kind, layer: config.attention.qk_norm and config.attention.qk_norm_width == "all",
     "qkv_alone": lambda config, kind, layer: config.attention.qkv_bias and not config.attention.o_bias,
     "sinks": lambda config, kind, layer: config.attention.sinks,
     "mlp_bias": lambda config, kind, layer: config.mlp.bias,

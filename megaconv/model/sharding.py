@@ -48,7 +48,7 @@ def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = Fals
     for size, over, when, share in SHARDED:
         if when is None or any(config.has(when, layer) for layer in range(config.layer_count)):
             if size == "kv_heads" and layout.tp > whole[size]:
-                sizes[size] = _shared_head(whole[size], layout.tp, allowed=shares_heads)
+                sizes[size] = _shared_head(whole[size], layout.tp, allowed=shares_heads and not config.has("wide_qk_norm"))
             else:
                 sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
     return sizes
@@ -58,7 +58,9 @@ def _shared_head(kv_heads: int, tp: int, *, allowed: bool) -> int:
     """Source: TransformerConfig.__post_init__ and Attention of megatron-core 0.16.1; 0.15.3 refuses such a model."""
     found = f"kv_heads = {kv_heads} can't be divided over {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}"
     if not allowed:
-        raise LayoutError(f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head)")
+        raise LayoutError(
+            f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head, and not where k is normed over all heads)"
+        )
     if tp % kv_heads:
         raise LayoutError(f"{found}, or a multiple of it")
     return 1

@@ -5,6 +5,7 @@ We read both, and write the older keys, which both versions understand.
 """
 
 from collections.abc import Mapping
+from math import isclose, log
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
@@ -93,7 +94,7 @@ def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Words:
 
     def read(raw: Raw) -> Fields:
         silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
-        base, found = _read_rope(raw, theta)
+        base, found = read_rope(raw, theta)
         return {"positions.theta": base, "positions.scaling": scaling if silent else found}
 
     def write(config: ModelConfig) -> Raw:
@@ -129,7 +130,7 @@ def rotary_percent(raw: Raw, default: float) -> float:
     return float(default if found is None else found)
 
 
-def _read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | None]:
+def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling or None) by the keys of either transformers."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
@@ -146,7 +147,16 @@ def _read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | 
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: rope scaling {scaling['rope_type']} has no number {name}: {scaling}"
             )
-    return theta, None if scaling["rope_type"] == "default" else scaling
+    return theta, None if scaling["rope_type"] == "default" else _without_the_usual(scaling)
+
+
+def _without_the_usual(scaling: dict[str, Any]) -> dict[str, Any]:
+    """yarn's attention_factor is left out where it is what follows from the factor."""
+    if scaling["rope_type"] != "yarn" or scaling.get("mscale") or type(scaling.get("attention_factor")) is not float:
+        return scaling
+    usual = 1.0 if scaling["factor"] <= 1 else 0.1 * log(scaling["factor"]) + 1
+    same = isclose(scaling["attention_factor"], usual, rel_tol=1e-12)
+    return {name: value for name, value in scaling.items() if name != "attention_factor"} if same else scaling
 
 
 # Windows.
@@ -180,6 +190,24 @@ def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
 def windows_on(raw: Raw, layers: tuple[int, ...], size_of_window: int | None) -> Fields:
     """The field of these layers' windows."""
     return {"layers.window": per_layer(layers, need_size(raw, "num_hidden_layers"), size_of_window, None)}
+
+
+def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] = ()) -> Words:
+    """Layer by layer. default, full_every: the window of all layers but every so many, where config.json doesn't say it.
+
+    pattern: further keys, the first of which says full_every where there are no layer_types.
+    """
+
+    def read(raw: Raw) -> Fields:
+        every = next((need_size(raw, key) for key in pattern if raw.get(key) is not None), full_every)
+        layers = range(1, need_size(raw, "num_hidden_layers") + 1)
+        kinds = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
+        return windows_on(raw, windowed_layers(raw, kinds), raw.get("sliding_window", default) or None)
+
+    def write(config: ModelConfig) -> Raw:
+        return {"sliding_window": config.window, "layer_types": layer_types(config)}
+
+    return Words(("sliding_window", "layer_types", *pattern), read, write)
 
 
 GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")

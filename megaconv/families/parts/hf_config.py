@@ -54,7 +54,7 @@ def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str
     merged = {**said, **changes, **({} if dtype is None else {"dtype" if "dtype" in said else "torch_dtype": dtype})}
     merged.setdefault("architectures", now["architectures"])
     merged.pop("quantization_config", None)  # what was quantized no longer is
-    if changes.keys() & set(_ROPE) and "rope_parameters" in merged:
+    if changes.keys() & set(_ROPE) and "rope_parameters" in merged and "rope_parameters" not in now:
         del merged["rope_parameters"]
         merged |= {key: now[key] for key in _ROPE if key in now}
     return merged

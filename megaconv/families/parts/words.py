@@ -124,6 +124,15 @@ def number(key: str, field: str, default: float) -> Words:
     )
 
 
+def maybe_number(key: str, field: str, default: float) -> Words:
+    """A number that null says there is none of."""
+
+    def read(raw: Raw) -> Fields:
+        return {field: None if raw.get(key, default) is None else need_number(raw, key, default)}
+
+    return Words((key,), read, lambda config: {key: value_of(config, field)})
+
+
 def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Words:
     """One yes or no for several fields."""
     return Words(

@@ -69,7 +69,7 @@ def refuse_lost_head(args: Namespace, config: ModelConfig, where: str) -> None:
 def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Iterator[tuple[bool, str]]:
     """(whether it is so, why Megatron can't have it)."""
     yield (
-        config.attention.scale is not None,
+        config.attention.scale is not None and (legacy or config.encoder.layers > 0 or bool(config.head.activation)),
         "the model's attention scores are not divided by the square root of the head size; all of Megatron's are, so that "
         "it would compute something else with these weights",
     )

@@ -46,7 +46,10 @@ _READ = """
     transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm bf16
     vocab_size make_vocab_size_divisible_by tokenizer_type
     overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples
-    decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type megaconv_left_out
+    decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
+    softmax_scale
+    attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
+    megaconv_left_out megaconv_qk_norm_width
 """
 READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""
@@ -65,7 +68,6 @@ LIMITED: Mapping[str, Limit] = {
 """Of those that are read: the values that mean something here."""
 
 _CONFIGURATION: Mapping[str, Limit] = {
-    "softmax_scale": Limit((None,), "attention scores are scaled by it, not by 1 / sqrt(head size)"),
     "softmax_type": Limit(
         (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, of which no tensor tells"
     ),

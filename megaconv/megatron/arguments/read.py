@@ -12,6 +12,7 @@ from typing import Any
 from megaconv.errors import CorruptCheckpoint, LayoutError
 from megaconv.families import Family, recognize
 from megaconv.families import family as family_named
+from megaconv.megatron.arguments.beyond_core import read_beyond_core, require_beyond_core
 from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
@@ -37,6 +38,7 @@ def from_arguments(
             _need(args, argument)
     unnamed = from_fields("", told)
     member: Family = recognize(unnamed) if family is None else family_named(family)
+    require_beyond_core(told, member)
     return changed(replace(unnamed, family=member.name), member.assumed(told))
 
 
@@ -70,6 +72,8 @@ IN_TENSORS = (
 def tensor_fields(config: ModelConfig) -> dict[str, Any]:
     """What the tensors of a model will tell of it."""
     told = {name: value_of(config, name) for name in IN_TENSORS}
+    if config.norm.place in ("after", "both"):
+        told["norm.place"] = config.norm.place
     return told | ({"head.activation": "gelu"} if config.head.activation else {})
 
 
@@ -102,7 +106,7 @@ def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     told = {"attention.heads": heads}
     groups = _need(args, "num_query_groups") if getattr(args, "group_query_attention", False) else heads
     width = getattr(args, "kv_channels", None) or found["hidden"] // heads
-    return told | {"attention.kv_heads": groups, "attention.head_dim": width}
+    return told | {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
 
 
 _FIELDS = {
@@ -138,9 +142,13 @@ def _positions(args: Namespace) -> dict[str, Any]:
     kind = getattr(args, "position_embedding_type", None)
     if kind is not None:
         told["positions.kind"] = {"learned_absolute": "learned", "yarn": "rope"}.get(kind, kind)
-    for name, field in (("rotary_base", "positions.theta"), ("rotary_percent", "positions.rotary_percent")):
-        if getattr(args, name, None) is not None:
-            told[field] = float(getattr(args, name))
+    bases = getattr(args, "rotary_base", None)
+    if isinstance(bases, (list, tuple)):
+        told["positions.local_theta"], told["positions.theta"] = map(float, bases)
+    elif bases is not None:
+        told["positions.theta"] = float(bases)
+    if getattr(args, "rotary_percent", None) is not None:
+        told["positions.rotary_percent"] = float(args.rotary_percent)
     scaling = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "position_embedding_type", "enable_gpt_oss")
     if any(hasattr(args, name) for name in scaling):
         told["positions.scaling"] = read_scaling(args)

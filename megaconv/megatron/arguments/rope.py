@@ -28,8 +28,10 @@ YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 def write_scaling(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
     scaling = config.positions.scaling
     if scaling is None:
-        return {}
+        return {} if config.positions.local_theta is None else {"rope_scaling_factor": 1.0}
     kind = scaling["rope_type"]
+    if kind == "linear" and config.positions.local_theta is not None:
+        return {"rope_scaling_factor": scaling["factor"]}
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": scaling["factor"]}
     if kind == "llama3" and all(float(scaling[name]) == value for name, value in LLAMA3_SCALING.items()):
@@ -72,6 +74,8 @@ def read_scaling(args: Namespace) -> dict[str, Any] | None:
     if getattr(args, "position_embedding_type", "rope") == "yarn" or getattr(args, "enable_gpt_oss", False):
         return _read_yarn(args)
     factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
+    if isinstance(getattr(args, "rotary_base", None), (list, tuple)):  # only Megatron-Bridge's Gemma 3, which says it so
+        factor = None if args.rope_scaling_factor == 1 else args.rope_scaling_factor
     return {"rope_type": "linear", "factor": float(factor)} if factor else None
 
 

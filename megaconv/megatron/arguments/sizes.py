@@ -169,6 +169,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
         "attention.o_bias": names.o + ".bias" in attention,
         "mlp.bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
         "attention.qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
+        **_find_norms(attention, first[names.embedding].shape[-1], layout.tp, args, names),
         "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
         "mlp.ffn": getattr(args, "ffn_hidden_size", None) or 0,
@@ -191,6 +192,20 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
         found |= {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
         found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
     return found | _find_experts(layers)
+
+
+def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: Landmarks) -> dict[str, Any]:
+    """Where the norms are that Megatron core has no modules for, and how wide those of q and k are."""
+    found: dict[str, Any] = {}
+    if names.o + ".post_layernorm.weight" in layer:
+        before = names.qkv + ".layer_norm_weight" in layer or "input_layernorm.weight" in layer
+        found["norm.place"] = "both" if before else "after"
+    heads = getattr(args, "num_attention_heads", None)
+    if heads is None or heads <= tp or "self_attention.k_layernorm.weight" not in layer:
+        return found  # on a rank that has one head, its norm is as wide as all heads' share there
+    head_dim = getattr(args, "kv_channels", None) or hidden // heads
+    width = layer["self_attention.q_layernorm.weight"].shape[0]
+    return found | {"attention.qk_norm_width": "head" if width == head_dim else "all"}
 
 
 def _find_relative(first: Weights) -> dict[str, Any]:

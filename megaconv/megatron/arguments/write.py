@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import NotExpressible
+from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
@@ -58,6 +59,7 @@ def to_arguments(
         | latent_arguments(config)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy, legacy=legacy)
+        | beyond_core_arguments(config, legacy=legacy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
         | split_rank_arguments(layout, legacy=legacy)

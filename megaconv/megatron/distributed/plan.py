@@ -120,7 +120,8 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
 
 def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     names = [native.name for native in natives]
-    modules = [name for name in extra_states(names) if ".linear_" in name or not (local or "output_layer" in name)]
+    known = extra_states(names, CORE_LOCAL if local else CORE)
+    modules = [name for name in known if ".linear_" in name or not (local or "output_layer" in name)]
     if not local:
         norms = ("q_layernorm.weight", "k_layernorm.weight")
         modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]

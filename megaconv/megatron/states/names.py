@@ -46,20 +46,26 @@ def describe_naming(naming: Naming) -> str:
     return f"{engine} names" + (f", {experts[0]} experts" if experts else "")
 
 
+_POST_NORM = ".post_layernorm.weight"
+"""In the linear layer before it."""
 _NORMS = tuple(
     f"{name}.weight"
     for name in (
-        *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "final_layernorm"),
+        *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm"),
         *("enorm", "hnorm"),
     )
 )
 """Norms that are modules of their own among Transformer Engine's too."""
 
 
-def extra_states(names: Collection[str]) -> dict[str, bool]:
-    """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None)."""
-    engine = "local" not in naming_of(names).variants
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".linear_" in name or ".eh_proj." in name)
+def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[str, bool]:
+    """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None).
+
+    naming: the names' own; None where they tell it.
+    """
+    engine = "local" not in (naming or naming_of(names)).variants
+    linear = (name.rpartition(".")[0] for name in names if not name.endswith(_POST_NORM))
+    modules = dict.fromkeys(module for module in linear if ".linear_" in module or module.endswith(".eh_proj"))
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:
         attention = [module for module in modules if module.endswith("linear_proj")]

@@ -1,0 +1,56 @@
+"""Gemma 2: Gemma's layers with norms after their sublayers too, windows on every other one, capped scores and logits.
+
+Megatron core has no modules for these norms and caps; Megatron-Bridge's Gemma 2 has.
+"""
+
+from megaconv.families import Family
+from megaconv.families.gemma import DECODER_ONLY
+from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, decoder_words, windows_by_layer
+from megaconv.families.parts.norm_places import norms_at
+from megaconv.families.parts.words import Fields, Raw, Words, choice, follows, maybe_number, need_size
+from megaconv.model.config import ModelConfig
+
+_LAYER = norms_at(
+    ATTENTION, MLP,
+    before=("input_layernorm", "pre_feedforward_layernorm"), after=("post_attention_layernorm", "post_feedforward_layernorm"),
+)  # fmt: skip
+ROWS = (EMBEDDING.without("legacy", "meta"), *_LAYER, *(row.without("legacy", "meta") for row in HEAD))
+
+_SCALAR = "query_pre_attn_scalar"
+
+
+def _read_scale(raw: Raw) -> Fields:
+    """Scores are divided by the root of a number of its own, which mostly is head_dim."""
+    scalar, head_dim = need_size(raw, _SCALAR, 256), need_size(raw, "head_dim", 256)
+    return {"attention.scale": None if scalar == head_dim else scalar**-0.5}
+
+
+def _write_scale(config: ModelConfig) -> Raw:
+    scale = config.attention.scale
+    return {_SCALAR: config.attention.head_dim if scale is None else max(1, round(scale**-2))}
+
+
+SANDWICHED = (
+    BIASES,
+    choice("hidden_activation", "mlp.activation", {"gelu_pytorch_tanh": "gelu_tanh"}, "gelu_pytorch_tanh"),
+    DECODER_ONLY,
+    Words((_SCALAR,), _read_scale, _write_scale),
+    follows("embedding_scale", lambda raw: raw["hidden_size"] ** 0.5),
+)
+"""What Gemma 3 says too."""
+_WORDS = (
+    *decoder_words(positions=8192, kv_heads=4, head_dim=256, tokens=(2, 1, 0), tied=True),
+    *SANDWICHED,
+    windows_by_layer(4096, full_every=2),
+    maybe_number("attn_logit_softcapping", "attention.score_cap", 50.0),
+    maybe_number("final_logit_softcapping", "head.logit_cap", 30.0),
+)
+GEMMA_2 = {**LLAMA_LIKE, "mlp.activation": "gelu_tanh", "norm.zero_centered": True, "norm.place": "both"}
+GEMMA_LIKE = "rope !norm_bias zero_centered sandwich_norm gelu_tanh gated !mixture !mla !sinks"
+
+FAMILY = Family(
+    "gemma2", ("Gemma2ForCausalLM",), "gemma2", ROWS, words=_WORDS, fixed=GEMMA_2, ignored=IGNORED,
+    features=("zero_centered",), recognized=f"{GEMMA_LIKE} !qk_norm", beyond_core=("attention.score_cap", "head.logit_cap"),
+    assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
+)  # fmt: skip

@@ -1,0 +1,43 @@
+"""MiniMax M2: Mixtral's words, experts routed by sigmoid with a bias, norms of q and k over all heads; FP8 as shipped."""
+
+from megaconv.families import Family
+from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID
+from megaconv.families.llama import IGNORED
+from megaconv.families.mixtral import EXPERTS_WIDTH
+from megaconv.families.mixtral import ROWS as MIXTRAL_ROWS
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope, rotary_percent
+from megaconv.families.parts.norm_places import normed_over_all_heads
+from megaconv.families.parts.words import Fields, Raw, Words, need_size, size
+from megaconv.model.config import ModelConfig
+
+_BIAS = ROUTER_BIAS.renamed(hf="model.layers.{l}.block_sparse_moe.e_score_correction_bias")
+ROWS = tuple(row.without("legacy", "meta") for row in (*normed_over_all_heads(MIXTRAL_ROWS), _BIAS))
+
+
+def _read_rotation(raw: Raw) -> Fields:
+    """rotary_dim says what partial_rotary_factor doesn't."""
+    width = need_size(raw, "head_dim", 128)
+    return {"positions.rotary_percent": rotary_percent(raw, need_size(raw, "rotary_dim", width) / width)}
+
+
+def _write_rotation(config: ModelConfig) -> Raw:
+    part = config.positions.rotary_percent
+    return {"rotary_dim": round(part * config.attention.head_dim), "partial_rotary_factor": part}
+
+
+_ROTATION = Words(("rotary_dim", "partial_rotary_factor"), _read_rotation, _write_rotation)
+_WORDS = (
+    *decoder_words(
+        positions=196608, kv_heads=8, head_dim=128, rotation=rope(5e6), partial=_ROTATION, tokens=(200034, 200020, None)
+    ),
+    EXPERTS_WIDTH,
+    size("num_local_experts", "experts.count", 256),
+    size("num_experts_per_tok", "experts.per_token", 8),
+)
+_FIXED = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "layers.mlp": "experts"}
+_ONLY = {**SILU, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
+
+FAMILY = Family(
+    "minimax_m2", ("MiniMaxM2ForCausalLM",), "minimax_m2", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID, **_FIXED},
+    only=_ONLY, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} sigmoid_router !shared_ffn wide_qk_norm",
+)  # fmt: skip

@@ -1,0 +1,27 @@
+"""OLMoE: Qwen's words for experts in every layer, and norms of q and k over all heads."""
+
+from megaconv.families import Family
+from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED
+from megaconv.families.mixtral import EXPERTS_WIDTH, MOE_NORM
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
+from megaconv.families.parts.norm_places import normed_over_all_heads
+from megaconv.families.parts.words import flags, size
+from megaconv.families.qwen2_moe import QWEN_EXPERTS
+
+_ROWS = normed_over_all_heads((EMBEDDING, *ATTENTION, MOE_NORM, *QWEN_EXPERTS, *HEAD))
+ROWS = tuple(row.without("legacy", "meta") for row in _ROWS)
+
+_WORDS = (
+    *decoder_words(positions=4096, epsilon=1e-5, tokens=(None, 50279, 1)),
+    BIASES,
+    EXPERTS_WIDTH,
+    size("num_experts", "experts.count", 64),
+    size("num_experts_per_tok", "experts.per_token", 8),
+    flags("norm_topk_prob", ("experts.renormalize",), default=False),
+)
+_FIXED = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "layers.mlp": "experts"}
+
+FAMILY = Family(
+    "olmoe", ("OlmoeForCausalLM",), "olmoe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | _FIXED, only={**SILU, "clip_qkv": None},
+    ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn wide_qk_norm",
+)  # fmt: skip

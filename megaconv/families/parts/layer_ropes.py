@@ -1,0 +1,60 @@
+"""Rope of two kinds of layers, those with a window and all others, as transformers 4 and 5 each write it.
+
+transformers 4 writes rope_theta and rope_scaling for the others, and (Gemma 3) rope_local_base_freq for those with a window.
+transformers 5 writes one rope_parameters for each kind. We read both, and write both: neither reads the other's.
+"""
+
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.families.parts.decoder_words import read_rope
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, need_number
+from megaconv.model.config import ModelConfig
+
+_KINDS = ("full_attention", "sliding_attention")
+_LOCAL = "rope_local_base_freq"
+
+Rope = tuple[float, dict[str, Any] | None]
+"""(base, scaling)."""
+
+
+def layer_ropes(theta: float, local_theta: float | None = None) -> Words:
+    """theta, local_theta: of a config.json that doesn't speak of them; None: layers with a window have no base of their own."""
+
+    def read(raw: Raw) -> Fields:
+        full, windowed = _nested(raw, theta, local_theta or theta) or _flat(raw, theta, local_theta)
+        told = {"positions.theta": full[0], "positions.scaling": full[1]}
+        if local_theta is None and full == windowed:
+            return told
+        if windowed[1] is not None:
+            raise NotExpressible(f"{CONFIG_NAME}: rope scaling of layers with a window alone is not supported: {windowed[1]}")
+        return told | {"positions.local_theta": windowed[0]}
+
+    def write(config: ModelConfig) -> Raw:
+        positions = config.positions
+        old: dict[str, Any] = {"rope_theta": positions.theta, "rope_scaling": positions.scaling and dict(positions.scaling)}
+        own = {"rope_type": "default", **(positions.scaling or {}), "rope_theta": positions.theta}
+        windowed = own if positions.local_theta is None else {"rope_type": "default", "rope_theta": positions.local_theta}
+        if local_theta is not None:
+            old[_LOCAL] = positions.theta if positions.local_theta is None else positions.local_theta
+        return old | {"rope_parameters": dict(zip(_KINDS, (own, windowed), strict=True))}
+
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", *([] if local_theta is None else [_LOCAL]))
+    return Words(keys, read, write)
+
+
+def _nested(raw: Raw, theta: float, local_theta: float) -> tuple[Rope, Rope] | None:
+    """As transformers 5 says it; a rope_scaling beside it is of the layers without a window."""
+    said = raw.get("rope_parameters")
+    if not said:
+        return None
+    if not isinstance(said, dict) or not any(isinstance(said.get(kind), dict) for kind in _KINDS):
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {said!r}")
+    full, windowed = (said.get(kind) or {} for kind in _KINDS)
+    full = {**full, **(raw.get("rope_scaling") or {})}
+    return read_rope({"rope_parameters": full}, theta), read_rope({"rope_parameters": windowed}, local_theta)
+
+
+def _flat(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope]:
+    full = read_rope(raw, theta)
+    return full, (full[0] if local_theta is None else need_number(raw, _LOCAL, local_theta), None)

@@ -1,0 +1,48 @@
+"""Norms elsewhere than before each sublayer and over each head, in whichever families have them.
+
+    hf      the family's own words: `post_attention_layernorm` is the norm after attention in one, before the MLP in another
+    core    self_attention.linear_proj.post_layernorm, mlp.linear_fc2.post_layernorm      (after a sublayer)
+            self_attention.{q_layernorm, k_layernorm} of all heads' width, sharded as these heads are
+
+Megatron core has no modules for these. The names are those of Megatron-Bridge, which puts a norm after a sublayer into its
+last linear layer (TERowParallelLinearLayerNorm), and takes the sum of squares of all heads over tensor ranks (FullDimQNorm).
+"""
+
+from dataclasses import replace
+
+from megaconv.model.table import Row
+
+_HF = "model.layers.{l}."
+_CORE = "decoder.layers.{l}."
+_BEFORE = ("layers.{l}.input_norm.weight", "layers.{l}.mlp_norm.weight")
+
+Places = tuple[str, str]
+"""Hugging Face's words for the norms of attention and of the MLP."""
+
+
+def norms_at(attention: tuple[Row, ...], mlp: tuple[Row, ...], *, before: Places | None, after: Places) -> tuple[Row, ...]:
+    """Attention's and the MLP's rows with norms after them, and before them too or not at all (None)."""
+    kept = [[row for row in rows if before or row.canonical not in _BEFORE] for rows in (attention, mlp)]
+    names = dict(zip(_BEFORE, before or (), strict=False))
+    around = [
+        *kept[0], _after("attn_output_norm", after[0], "self_attention.linear_proj"),
+        *kept[1], _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
+    ]  # fmt: skip
+    named = (row.renamed(hf=f"{_HF}{names[row.canonical]}.weight") if row.canonical in names else row for row in around)
+    return tuple(row.without("legacy", "meta") for row in named)
+
+
+def _after(name: str, word: str, module: str) -> Row:
+    return Row(
+        f"layers.{{l}}.{name}.weight", ("hidden",),
+        hf=f"{_HF}{word}.weight",
+        core=f"{_CORE}{module}.post_layernorm.weight",
+    )  # fmt: skip
+
+
+def normed_over_all_heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows, with norms of q and k that are as wide as all heads of a rank."""
+    wide = ("heads*head_dim", "kv_heads*head_dim")
+    return tuple(
+        replace(row, shapes=wide, tp=0) if row.canonical == "layers.{l}.attn.{q|k}_norm.weight" else row for row in rows
+    )

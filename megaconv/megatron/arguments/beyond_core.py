@@ -1,0 +1,73 @@
+"""What Megatron core computes only with modules of others, in arguments called as the providers of Megatron-Bridge call it.
+
+    rotary_base                     a pair: of layers with a window, and of all others (Gemma 3)
+    attn_logit_softcapping          tanh cap on attention scores (Gemma 2)
+    final_logit_softcapping         tanh cap on logits (Gemma 2)
+    query_pre_attn_scalar           one over the square of attention's scale (Gemma 2), beside core's own softmax_scale
+
+Megatron-Bridge chooses norms after sublayers and over all heads by the kind of model: tensors tell them. Where a rank has one
+head, they don't tell the width of q's and k's norms; for that we have a word of our own. Source: gemma2_provider.py,
+gemma3_provider.py and minimax_m2_provider.py of Megatron-Bridge.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.families import Family, family
+from megaconv.model.config import ModelConfig, value_of
+
+QK_NORM_WIDTH = "megaconv_qk_norm_width"
+
+_CAPS = {"attn_logit_softcapping": "attention.score_cap", "final_logit_softcapping": "head.logit_cap"}
+_ARGUMENTS = {**{field: name for name, field in _CAPS.items()}, "positions.local_theta": "rotary_base as a pair"}
+
+
+def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any]:
+    """What the model has of it; and caps of a model that has none, if it is of a family that may. Raises NotExpressible."""
+    needed, positions, scale = family(config.family).beyond_core, config.positions, config.attention.scale
+    written = {
+        name: value_of(config, field)
+        for name, field in _CAPS.items()
+        if field in needed or value_of(config, field) is not None
+    }
+    if positions.local_theta is not None:
+        written["rotary_base"] = (positions.local_theta, positions.theta)
+    if scale is not None:
+        written["softmax_scale"] = scale
+    if (legacy and written) or (scale is not None and config.latent.kv_rank):
+        models = "legacy models" if legacy else "latent attention"
+        raise NotExpressible(f"Megatron's {models} can't have {', '.join(written)}, which the model needs: {written}")
+    if "attention.score_cap" in written:
+        written["query_pre_attn_scalar"] = config.attention.head_dim if scale is None else scale**-2
+    return written | ({QK_NORM_WIDTH: "all"} if config.has("wide_qk_norm") else {})
+
+
+def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
+    """As fields of the configuration, but for what concerns rope."""
+    told: dict[str, Any] = {field: _number(args, name) for name, field in _CAPS.items() if hasattr(args, name)}
+    scale, scalar = _number(args, "softmax_scale"), _number(args, "query_pre_attn_scalar")
+    if scale is None and scalar is not None:
+        scale = scalar**-0.5
+    if scale is not None and not getattr(args, "multi_latent_attention", False):  # which has a scale of its own
+        told["attention.scale"] = None if scale == head_dim**-0.5 else scale
+    width = getattr(args, QK_NORM_WIDTH, None)
+    return told if width is None else told | {"attention.qk_norm_width": width}
+
+
+def _number(args: Namespace, name: str) -> Any:
+    value = getattr(args, name, None)
+    if value is not None and (type(value) not in (int, float) or not value > 0):
+        raise CorruptCheckpoint(f"the checkpoint's {name} should be a positive number, found {value!r:.100}")
+    return value
+
+
+def require_beyond_core(told: Mapping[str, Any], member: Family) -> None:
+    """Raises CorruptCheckpoint for a field that nobody told and that must not be guessed."""
+    for field in member.beyond_core:
+        if field not in told:
+            raise CorruptCheckpoint(
+                f"the checkpoint is of a {member.name}, and its args don't say {_ARGUMENTS[field]}; "
+                "give --config with the Hugging Face directory of the model"
+            )
