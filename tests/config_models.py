@@ -16,8 +16,8 @@ FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
 """Families whose config.json has Llama's words."""
-SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss")]
-"""Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing."""
+SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
+"""Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
 LATENT_WORDS: Raw = {
     "kv_lora_rank": 12,
     "q_lora_rank": 10,
@@ -37,6 +37,8 @@ EXPERT_WORDS: dict[str, Raw] = {
     "deepseek_v2": LATENT_WORDS,
     "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
     "qwen2_moe": {
         "num_experts": 6,
@@ -99,7 +101,7 @@ def raw_config(name: str, **words: Any) -> Raw:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **EXPERT_WORDS.get(name, {}),
-        **({"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}),
+        **({"hidden_act": "gelu_pytorch_tanh"} if name.startswith("gemma") else {}),
         **words,
     }
 
@@ -161,7 +163,8 @@ IN_TENSORS = (
 
 def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
     """What a loader reads off the tensors."""
-    return {name: value_of(config, name) for name in (*IN_TENSORS, *more)}
+    placed = () if config.norm.place == "before" else ("norm.place",)
+    return {name: value_of(config, name) for name in (*IN_TENSORS, *placed, *more)}
 
 
 @st.composite
@@ -202,8 +205,11 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     config = changed(
         config, {"experts.count": experts, "experts.per_token": draw(st.integers(1, experts)), "experts.ffn": moe_ffn}
     )
-    if name in ("mixtral", "gpt_oss"):
-        return changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
+    if name in ("mixtral", "gpt_oss", "olmoe", "minimax_m2"):
+        config = changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
+        if name == "minimax_m2":
+            return changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
+        return changed(config, {"experts.renormalize": draw(st.booleans())}) if name == "olmoe" else config
     if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         first = draw(st.integers(0, config.layer_count - 1))
         config = changed(
@@ -274,6 +280,35 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
 
 
 @st.composite
+def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
+    """On some layers at least; scaled positions, or windows with a base of their own, are not those of all layers."""
+    layers = config.layer_count
+    windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
+    config = changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
+    scaling = config.positions.scaling
+    if (scaling or {}).get("rope_type") == "llama3":
+        scaling = None
+    local = config.positions.theta if scaling else draw(st.sampled_from((None, 12345.5, 100.0)))
+    return changed(config, {"positions.scaling": scaling, "positions.local_theta": local})
+
+
+@st.composite
+def gemmas(draw: Draw, config: ModelConfig) -> ModelConfig:
+    name, scale = config.family, config.hidden**0.5
+    config = changed(config, {"norm.zero_centered": True, "mlp.activation": "gelu_tanh", "embedding_scale": scale})
+    if name == "gemma":
+        return config
+    scalar = draw(st.sampled_from((config.attention.head_dim, 3, 7)))
+    found = None if scalar == config.attention.head_dim else scalar**-0.5
+    config = changed(config, {"norm.place": "both", "attention.scale": found})
+    if name == "gemma2":
+        caps = {"attention.score_cap": draw(st.sampled_from((None, 50.0))), "head.logit_cap": draw(st.sampled_from((None, 30.0)))}
+        return changed(config, {**caps, "layers.window": draw(st.none() | st.integers(1, 99))})
+    config = draw(with_windows(changed(config, {"attention.qk_norm": True, "positions.scaling": None})))
+    return changed(config, {"positions.local_theta": config.positions.local_theta or config.positions.theta})
+
+
+@st.composite
 def configs(draw: Draw) -> ModelConfig:
     """A model that its family's config.json and Megatron's arguments can both describe."""
     name = draw(st.sampled_from(FAMILIES))
@@ -301,9 +336,8 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "llama":
         bias = draw(st.booleans())
         return changed(config, {"attention.qkv_bias": bias, "attention.o_bias": bias, "mlp.bias": bias})
-    if name == "gemma":
-        scale = config.hidden**0.5
-        return changed(config, {"norm.zero_centered": True, "mlp.activation": "gelu_tanh", "embedding_scale": scale})
+    if name.startswith("gemma"):
+        return draw(gemmas(config))
     if name.startswith("deepseek"):
         return draw(with_latent_attention(draw(with_experts(config))))
     if name == "mistral":
@@ -312,6 +346,21 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
     if name in EXPERT_WORDS:
         config = draw(with_experts(config))
+    if name in ("olmoe", "minimax_m2"):
+        return changed(config, {"attention.qk_norm": True, "attention.qk_norm_width": "all"})
+    if name == "glm4":
+        turning = {"positions.interleaved": True, "positions.rotary_percent": draw(st.sampled_from((0.5, 1.0)))}
+        if (config.positions.scaling or {}).get("rope_type") == "yarn":
+            turning["positions.rotary_percent"] = 1.0
+        return changed(config, {**turning, "norm.place": "both", "attention.qkv_bias": draw(st.booleans())})
+    if name == "exaone4":
+        windowed = draw(st.sets(st.integers(0, layers - 1)))
+        window, rotating = (draw(st.integers(1, 99)), windowed) if windowed else (None, range(layers))
+        kinds = {"layers.window": per_layer(windowed, layers, window, None), "layers.rotates": per_layer(rotating, layers, True, False)}
+        return changed(config, {**kinds, "attention.qk_norm": True, "norm.place": "after"})
+    if name in ("olmo2", "olmo3"):
+        norms = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "norm.place": "after"}
+        return draw(with_windows(changed(config, norms))) if name == "olmo3" else changed(config, norms)
     if name == "glm4_moe":
         if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
             config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads

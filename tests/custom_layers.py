@@ -5,7 +5,7 @@
     caps                       tanh on attention scores and on logits
     a second base of rope      for layers with a window
 
-Which family needs which is written down here, by hand, and not taken from what the converter wrote. Call `modules()` only
+Which family has which norms is written down here, by hand, and not taken from what the converter wrote. Call `modules()` only
 where Megatron is imported and patched (tests/megatron_oracle.py).
 """
 
@@ -20,23 +20,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Needs:
-    """What a family has that core has not."""
+    """Norms of a family that core has no modules for."""
 
     norms: str = "before"
     """`before` sublayers, `after` them, or `both`."""
     wide_qk_norms: bool = False
-    two_ropes: bool = False
 
 
 NEEDS = {
     "olmoe": Needs(wide_qk_norms=True),
     "minimax_m2": Needs(wide_qk_norms=True),
     "olmo2": Needs("after", wide_qk_norms=True),
-    "olmo3": Needs("after", wide_qk_norms=True, two_ropes=True),
+    "olmo3": Needs("after", wide_qk_norms=True),
     "exaone4": Needs("after"),
     "glm4": Needs("both"),
     "gemma2": Needs("both"),
-    "gemma3_text": Needs("both", two_ropes=True),
+    "gemma3_text": Needs("both"),
 }
 
 
@@ -94,8 +93,12 @@ def modules() -> SimpleNamespace:
     class CappedAttention(DotProductAttention):
         def __init__(self, config: Any, **options: Any) -> None:
             super().__init__(config, **options)
-            softmax, cap = self.scale_mask_softmax, config.attn_logit_softcapping
-            self.scale_mask_softmax = lambda scores, *more: softmax(cap * torch.tanh(scores / cap), *more)
+            cap = config.attn_logit_softcapping
+
+            def capped(module: Any, inputs: Any) -> Any:
+                return cap * torch.tanh(inputs[0] / cap), *inputs[1:]
+
+            self.scale_mask_softmax.register_forward_pre_hook(capped)
 
     ours = (NormedRowLinear, WideQNorm, WideKNorm, CappedAttention)
     return SimpleNamespace(**{each.__name__: each for each in ours})

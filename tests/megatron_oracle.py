@@ -264,7 +264,7 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     custom_layers.adapt(spec, needs, args)
     bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
     # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
-    factor = args.rope_scaling_factor if needs.two_ropes and args.position_embedding_type == "rope" else 1.0
+    factor = args.rope_scaling_factor if bases[0] is not None and args.position_embedding_type == "rope" else 1.0
     mtp = None
     if args.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)

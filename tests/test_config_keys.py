@@ -24,6 +24,8 @@ SILENT = {
     ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"),
     # without groups, as topk_method greedy has none
     ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
+    # another name for sliding_window_pattern, which counts where there are no layer_types
+    ("gemma3_text", "_sliding_window_pattern"),
     # which class it is, and which dtype the weights have: other tests
     ("bert", "architectures"), ("bert", "model_type"),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import native_tensors
 from tests.models import write_llama
 from tests.runs import assert_refused, run
-from tests.strategies import Draw, stage_splits
+from tests.strategies import Draw, has_experts, stage_splits
 
 Tensors = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -51,6 +51,14 @@ DEEPSEEK = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 WORDS: dict[str, dict[str, Any]] = {
     "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 5},
+    "gemma3_text": {"query_pre_attn_scalar": 5},
+    "olmo2": {},
+    "exaone4": {},
+    "glm4": {"head_dim": 4},
+    "olmo3": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     "glm4_moe": {**DEEPSEEK, "num_nextn_predict_layers": 2, "num_key_value_heads": 2},
@@ -104,7 +112,7 @@ def layouts(draw: Draw, family: str) -> dict[str, Any]:
     local = draw(st.booleans())
     found = {"tp": tp, "pp": pp, "vpp": vpp, "layer_split": draw(stage_splits(3, pp * vpp)), "vocab_divisor": 4}
     found["transformer_impl"] = "local" if local else "transformer_engine"
-    if family == "gemma":
+    if not has_experts(family):
         return found
     biased = family == "gpt_oss"  # its experts have biases, and so aren't cut
     ep = draw(st.sampled_from([size for size in (1, 2, 4) if size >= tp or not biased]))

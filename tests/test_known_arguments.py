@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import UnknownFamily
+from megaconv.megatron.arguments.beyond_core import QK_NORM_WIDTH
 from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
@@ -61,7 +62,9 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     fields = {bare(name) for source in ("wheels", "repository") for name in FACTS[source]["fields"]}
     of_a_release_without_a_tag = {"num_unique_layers", "param_sharing_style"}
     asked_of_the_configuration_by_gpt_model = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
-    others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model | {LEFT_OUT}
+    of_megatron_bridges_providers = {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
+    others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model | of_megatron_bridges_providers
+    others |= {LEFT_OUT, QK_NORM_WIDTH}
     assert KNOWN - fields - FACTS["repository"]["arguments"].keys() - flags_of_our_trainer() == others
 
 
@@ -212,11 +215,9 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rea
 
 
 OTHER: dict[str, tuple[object, ...]] = {
-    "no_rope_freq": (4, [0, 0, 0, 1]),
     "moe_router_load_balancing_type": ("sinkhorn", ["aux_loss", "sinkhorn"], "quantile_balancing"),
     "softmax_type": ("off-by-one",),
     "spec": (["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],),
-    "softmax_scale": (0.1,),
     "mrope_section": ([16, 24, 24],),
     "moe_expert_capacity_factor": (1.0,),
 }
@@ -251,8 +252,8 @@ def test_what_is_off_changes_nothing(name: str, real: Read) -> None:
 
 
 def test_an_object_is_accepted_nowhere(real: Read) -> None:
-    with pytest.raises(UnknownFamily, match="softmax_scale is <object"):
-        real.config(softmax_scale=object())
+    with pytest.raises(UnknownFamily, match="mrope_section is <object"):
+        real.config(mrope_section=object())
 
 
 @pytest.mark.parametrize("reason", HARMLESS)

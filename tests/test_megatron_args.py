@@ -138,9 +138,8 @@ def test_arguments_of_another_kind_of_model_are_refused(other: Raw, error: type[
         from_arguments(Namespace(**(arguments(LLAMA) | other)), found_in_tensors(LLAMA))
 
 
-def test_neighbours_that_rotate_together_are_refused() -> None:
-    """No family has them, and without them the model computes something else."""
-    with pytest.raises(CheckpointError, match="rotary_interleaved"):
+def test_a_llama_whose_neighbours_rotate_together_is_refused() -> None:
+    with pytest.raises(UnknownFamily, match="no model family that is known"):
         from_arguments(Namespace(**(arguments(LLAMA) | {"rotary_interleaved": True})), found_in_tensors(LLAMA))
 
 

@@ -142,6 +142,8 @@ DISTRIBUTED = [
     ("olmoe", "tp2 pp1 ep2"),
     ("minimax_m2", "tp1 pp2 ep2"),
     ("olmo2", "tp2 pp2"),
+    ("exaone4", "tp1 pp4"),
+    ("glm4", "tp2 pp2"),
     ("gemma2", "tp2 pp2"),
     ("gemma3_text", "tp1 pp4"),
     ("qwen2, fewer kv heads than ranks", "tp4 pp1, release"),

@@ -94,6 +94,11 @@ def two_ropes(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
+def every_other_window() -> dict[str, Any]:
+    return {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+
+
+HALF_ROTATES = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 OLMO_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 8.0, "beta_slow": 0.5}
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": WINDOW}
@@ -148,6 +153,19 @@ VARIANTS = {
         {"no window": {"sliding_window": None}},
     ),
     "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}, FEW),
+    "exaone4": Variant(
+        "exaone4",
+        {"sliding_window": WINDOW, **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
+        ("tp2 pp2, layers 1+3",),
+    ),
+    "exaone4, no windows": Variant("exaone4", {"sliding_window": None, **windows(LAYERS)}, {}, ("tp4 pp1, release",)),
+    "glm4": Variant(
+        "glm4",
+        {"head_dim": 16, "rope_parameters": HALF_ROTATES},
+        {"heads that rotate whole": {"rope_parameters": {**HALF_ROTATES, "partial_rotary_factor": 1.0}}},
+        ("tp2 pp2",),
+    ),
     "olmo2": Variant("olmo2", {}, {"epsilon": {"rms_norm_eps": 1e-5}}, ("tp2 pp2, layers 1+3",)),
     "olmo3": Variant(
         "olmo3",
@@ -228,8 +246,7 @@ MIXTURES = {
     ),
     "minimax_m2": Variant(
         "minimax_m2",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "rope_parameters": HALF_ROTATES},
         {"heads that rotate whole": rope(5000.0)},
         ("tp2 pp1 ep2",),
     ),

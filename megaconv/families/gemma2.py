@@ -47,7 +47,7 @@ _WORDS = (
     maybe_number("final_logit_softcapping", "head.logit_cap", 30.0),
 )
 GEMMA_2 = {**LLAMA_LIKE, "mlp.activation": "gelu_tanh", "norm.zero_centered": True, "norm.place": "both"}
-GEMMA_LIKE = "rope !norm_bias zero_centered sandwich_norm gelu_tanh gated !mixture !mla !sinks"
+GEMMA_LIKE = "rope !interleaved !skips_rope !norm_bias zero_centered sandwich_norm gelu_tanh gated !mixture !mla !sinks"
 
 FAMILY = Family(
     "gemma2", ("Gemma2ForCausalLM",), "gemma2", ROWS, words=_WORDS, fixed=GEMMA_2, ignored=IGNORED,

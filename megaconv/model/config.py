@@ -282,6 +282,8 @@ FEATURES: Mapping[str, Holds] = {
     # of the model
     "untied": lambda config, kind, layer: not config.tie_embeddings,
     "rope": lambda config, kind, layer: config.positions.kind == "rope",
+    "interleaved": lambda config, kind, layer: config.positions.interleaved,
+    "skips_rope": lambda config, kind, layer: not all(each.rotates for each in config.layers),
     "learned": lambda config, kind, layer: config.positions.kind == "learned",
     "relative": lambda config, kind, layer: config.positions.kind == "relative",
     "norm_bias": lambda config, kind, layer: config.norm.kind == "LayerNorm",

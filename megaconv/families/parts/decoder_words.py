@@ -28,7 +28,7 @@ _SCALING = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), 
 """What each kind of rope scaling needs."""
 
 
-Tokens = tuple[int | None, int | None, int | None]
+Tokens = tuple[int | None, int | tuple[int, ...] | None, int | None]
 """Ids of bos, eos and pad."""
 
 
@@ -213,7 +213,7 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
 GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")
 """Two names for one activation."""
 
-PLAIN = "rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
+PLAIN = "rope !interleaved !skips_rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
 """What tells a dense Llama-like decoder from all others; what tells one from another comes on top."""
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 

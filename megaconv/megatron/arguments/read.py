@@ -91,6 +91,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     """
     check_arguments(args, found, legacy=legacy)
     told = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
+    told |= _layers_that_rotate(args, found["layers.count"])
     if found.get("experts.count"):
         told |= _experts(args)
     told |= found
@@ -149,6 +150,8 @@ def _positions(args: Namespace) -> dict[str, Any]:
         told["positions.theta"] = float(bases)
     if getattr(args, "rotary_percent", None) is not None:
         told["positions.rotary_percent"] = float(args.rotary_percent)
+    if getattr(args, "rotary_interleaved", None) is not None:
+        told["positions.interleaved"] = bool(args.rotary_interleaved)
     scaling = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "position_embedding_type", "enable_gpt_oss")
     if any(hasattr(args, name) for name in scaling):
         told["positions.scaling"] = read_scaling(args)
@@ -167,6 +170,18 @@ def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
         layer for layer in range(layers) if (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern)
     ]
     return {"layers.window": per_layer(with_window, layers, size[0] + 1, None)}
+
+
+def _layers_that_rotate(args: Namespace, layers: int) -> dict[str, Any]:
+    """no_rope_freq names those that don't: every so many, or by a 1 in a list of all."""
+    said = getattr(args, "no_rope_freq", None)
+    if not said:
+        return {} if said is None and not hasattr(args, "no_rope_freq") else {"layers.rotates": True}
+    if type(said) is int:
+        said = [int((layer + 1) % said == 0) for layer in range(layers)]
+    if not isinstance(said, (list, tuple)) or len(said) != layers:
+        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq should say of each of {layers} layers, found {said!r:.100}")
+    return {"layers.rotates": per_layer([layer for layer in range(layers) if said[layer]], layers, False, True)}
 
 
 def _experts(args: Namespace) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def to_arguments(
         raise NotExpressible(
             "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set"
         )
+    if legacy and (config.has("interleaved") or config.has("skips_rope")):
+        raise NotExpressible("Megatron's legacy models rotate the two halves of each head, in every layer; this model differs")
     written = (
         _architecture(config)
         | encoder_arguments(config, transformer_impl, legacy=legacy)
@@ -169,7 +171,8 @@ def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[
         "use_rotary_position_embeddings": False,
         "rotary_base": theta,
         "rotary_percent": config.positions.rotary_percent,
-        "rotary_interleaved": False,
+        "rotary_interleaved": config.positions.interleaved,
+        "no_rope_freq": [int(not kind.rotates) for kind in config.layers] if config.has("skips_rope") else None,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
