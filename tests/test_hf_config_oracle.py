@@ -41,7 +41,10 @@ def as_transformers_has_it(raw: Raw) -> Any:
     config = transformers.AutoConfig.for_model(**deepcopy({"model_type": raw["model_type"], **raw}))
     if raw["model_type"] == "gpt2":
         return gpt2_as_transformers_has_it(config)
-    rope = dict(config.rope_parameters)
+    rope, local = dict(config.rope_parameters), {}
+    if "full_attention" in rope:
+        local = two_ropes_as_transformers_has_them(raw["model_type"], rope)
+        rope = dict(rope["full_attention"])
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -60,7 +63,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
         "positions.rotary_percent": rope.pop("partial_rotary_factor", 1.0),
         "positions.scaling": None if rope["rope_type"] == "default" else rope,
         "tie_embeddings": config.tie_word_embeddings,
-        "attention.o_bias": getattr(config, "attention_bias", False) and raw["model_type"] != "glm4_moe",
+        "attention.o_bias": getattr(config, "attention_bias", False) and raw["model_type"] not in ("glm4_moe", "glm4"),
         "mlp.bias": getattr(config, "mlp_bias", False),
         "windows": windows,
         "bos_token_id": config.bos_token_id,
@@ -68,7 +71,24 @@ def as_transformers_has_it(raw: Raw) -> Any:
         "pad_token_id": config.pad_token_id,
         **experts_as_transformers_has_them(config),
         **latent,
+        **local,
+        **gemma_2_as_transformers_has_it(config),
+        **({"rotates": [not window or kind == "sliding_attention" for kind in kinds]} if config.model_type == "exaone4" else {}),
     }
+
+
+def two_ropes_as_transformers_has_them(model_type: str, parameters: Raw) -> Raw:
+    """The base of layers with a window, which nothing scales."""
+    full, windowed = parameters["full_attention"], parameters["sliding_attention"]
+    return {} if model_type == "olmo3" and full == windowed else {"positions.local_theta": windowed["rope_theta"]}
+
+
+def gemma_2_as_transformers_has_it(config: Any) -> Raw:
+    if config.model_type not in ("gemma2", "gemma3_text"):
+        return {}
+    scalar, scale = config.query_pre_attn_scalar, config.query_pre_attn_scalar**-0.5
+    caps = {"attention.score_cap": config.attn_logit_softcapping, "head.logit_cap": config.final_logit_softcapping}
+    return caps | {"attention.scale": None if scalar == config.head_dim else scale}
 
 
 def latent_as_transformers_has_it(config: Any) -> Raw:
@@ -85,7 +105,7 @@ def latent_as_transformers_has_it(config: Any) -> Raw:
 
 def experts_as_transformers_has_them(config: Any) -> Raw:
     layers = range(config.num_hidden_layers)
-    if config.model_type == "mixtral":
+    if config.model_type in ("mixtral", "olmoe", "minimax_m2"):
         experts = {"experts.count": config.num_local_experts, "experts.ffn": config.intermediate_size}
         return experts | {"experts.per_token": config.num_experts_per_tok, "moe_layers": None}
     if config.model_type == "gpt_oss":
@@ -151,6 +171,7 @@ def as_we_have_it(config: ModelConfig) -> dict[str, Any]:
     """Ours in the same words."""
     described = fields_of(config)
     described["windows"] = [kind.window for kind in config.layers]
+    described["rotates"] = [kind.rotates for kind in config.layers]
     described["moe_layers"] = (
         None if config.layers_with("moe") == tuple(range(config.layer_count)) else config.layers_with("moe")
     )
@@ -189,6 +210,10 @@ TRANSFORMERS_CANNOT = (
     ("gemma", "head_dim"),
     ("gpt_oss", "num_key_value_heads"),
     ("gpt_oss", "head_dim"),
+    *((name, "num_key_value_heads") for name in ("exaone4", "gemma2", "gemma3_text", "glm4", "minimax_m2")),
+    *((name, "head_dim") for name in ("gemma2", "gemma3_text", "glm4", "minimax_m2")),
+    ("exaone4", "sliding_window"),  # without layer_types beside it
+    ("glm4", "eos_token_id"),  # for its own three, which have nothing to do with what is computed
 )
 
 
@@ -314,10 +339,12 @@ def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config:
     if config.family != "gpt2":
         heads = config.attention.kv_heads  # transformers wants a hidden size that heads divide
         config = changed(config, {"attention.heads": heads, "hidden": heads * config.hidden})
-    if config.family == "gemma":
+    if config.family.startswith("gemma"):
         config = changed(config, {"embedding_scale": config.hidden**0.5})
     theirs = as_transformers_has_it(family(config.family).write_hf(config))
     ours = as_we_have_it(config)
+    if config.family == "glm4":
+        del theirs["eos_token_id"]  # see TRANSFORMERS_CANNOT
     if config.family == "qwen2":
         theirs["attention.head_dim"] = ours["attention.head_dim"]
     assert {name: ours[name] for name in theirs} == theirs
