@@ -49,7 +49,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             "the embedding is scaled by %.6g: Megatron core's GPTModel doesn't do that; build the model as Megatron-Bridge and NeMo do",
             header.config.embedding_scale,
         )
-    return planned
+    table = family(header.config.family)
+    return replace(planned, notices=(*planned.notices, *table.notices(header.config)))
 
 
 def _check(options: SaveOptions) -> None:

@@ -25,7 +25,6 @@ LATENT_WORDS: Raw = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 5,
     "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
     "n_routed_experts": 6,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 24,
@@ -33,9 +32,18 @@ LATENT_WORDS: Raw = {
     "first_k_dense_replace": 2,
     "routed_scaling_factor": 2.5,
 }
+SHARED_WORDS: Raw = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+MLP_KINDS: Raw = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
 EXPERT_WORDS: dict[str, Raw] = {
     "deepseek_v2": LATENT_WORDS,
     "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
+    "glm4_moe_lite": {**LATENT_WORDS, **MLP_KINDS},
+    "dots1": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
+    "solar_open": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
+    "hy_v3": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
+    "exaone_moe": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
+                   "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
     "qwen2_moe": {
@@ -66,7 +74,18 @@ EXPERT_WORDS: dict[str, Raw] = {
         "use_qk_norm": True,
         "partial_rotary_factor": 0.25,
     },
+}  # fmt: skip
+OWN_WORDS: dict[str, Raw] = {
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
+    "arcee": {"hidden_act": "relu2"},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
+    "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
+    "glm": {"partial_rotary_factor": 0.5},
 }
+"""What only these families say, or say otherwise."""
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 99, "beta_fast": 8.0, "beta_slow": 0.5}
 SCALINGS: dict[str, Raw | None] = {
@@ -99,7 +118,7 @@ def raw_config(name: str, **words: Any) -> Raw:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **EXPERT_WORDS.get(name, {}),
-        **({"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}),
+        **OWN_WORDS.get(name, {}),
         **words,
     }
 
@@ -195,6 +214,13 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
     return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **words))
 
 
+DEEPSEEKS = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe"),
+)
+"""Families whose experts are described in DeepSeek's manner."""
+
+
 @st.composite
 def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     """The model with experts, as its family has them."""
@@ -204,8 +230,8 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     )
     if name in ("mixtral", "gpt_oss"):
         return changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
-    if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
-        first = draw(st.integers(0, config.layer_count - 1))
+    if name in DEEPSEEKS:
+        first = 0 if name == "solar_open" else draw(st.integers(0, config.layer_count - 1))
         config = changed(
             config,
             {
@@ -216,21 +242,21 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         )
         if name == "deepseek_v2":
             return changed(config, {"experts.renormalize": False})
+        if name == "ernie4_5_moe":
+            return changed(config, {"experts.scale": None, "experts.router_bias": True, "positions.interleaved": True})
+        config = changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
+        if name == "hy_v3":
+            return config
         groups, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4))
         if groups > 1:  # Megatron ranks groups as this class does only then
             config = changed(config, {"experts.count": 8 * groups, "experts.per_token": 2 * topk})
         config = changed(
             config,
-            {
-                "experts.score": "sigmoid",
-                "experts.router_bias": True,
-                "experts.groups": groups,
-                "experts.group_topk": topk,
-            },
+            {"experts.groups": groups, "experts.group_topk": topk},
         )
         return (
             changed(config, {"positions.rotary_percent": draw(st.sampled_from((0.25, 0.5, 1.0)))})
-            if name == "glm4_moe"
+            if name in ("glm4_moe", "solar_open")
             else config
         )
     layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
@@ -261,7 +287,6 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
     return changed(
         config,
         {
-            "norm.epsilon": 1e-6,
             "attention.kv_heads": config.attention.heads,
             "latent.rope_dim": rope_dim,
             "attention.head_dim": rope_dim + draw(st.integers(1, 9)),
@@ -271,6 +296,35 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
             "positions.scaling": draw(st.sampled_from((None, yarn | mscales))),
         },
     )
+
+
+QKV_BIAS: Raw = {"attention.qkv_bias": True}
+ALL_BIASES: Raw = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
+CHOICES: dict[str, tuple[Raw, ...]] = {
+    "seed_oss": ({}, QKV_BIAS, ALL_BIASES),
+    "smollm3": ({}, ALL_BIASES, {"layers.window": 5}),
+    "nemotron": ({"positions.rotary_percent": 0.5}, ALL_BIASES),
+    "jais2": (ALL_BIASES, {}),
+    "arcee": ({}, ALL_BIASES),
+    "starcoder2": (ALL_BIASES, ALL_BIASES | {"layers.window": 5}),
+    "stablelm": ({"positions.rotary_percent": 0.25}, QKV_BIAS),
+    "glm": ({}, QKV_BIAS, QKV_BIAS | {"positions.rotary_percent": 0.5}),
+    "ernie4_5": ({}, ALL_BIASES),
+}
+"""What models of these families may have besides what all of them have."""
+
+
+@st.composite
+def one_of_choices(draw: Draw, config: ModelConfig) -> ModelConfig:
+    name, layers = config.family, config.layer_count
+    found = {**families()[name].fixed, **draw(st.sampled_from(CHOICES[name]))}
+    if name == "smollm3":
+        found["layers.rotates"] = per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, False, True)
+    if name == "stablelm":
+        found["hidden"] = config.attention.heads * config.attention.head_dim
+    if found.get("positions.rotary_percent", 1.0) != 1.0:
+        found["positions.scaling"] = None  # Megatron's yarn is for whole heads
+    return changed(config, found)
 
 
 @st.composite
@@ -304,7 +358,9 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "gemma":
         scale = config.hidden**0.5
         return changed(config, {"norm.zero_centered": True, "mlp.activation": "gelu_tanh", "embedding_scale": scale})
-    if name.startswith("deepseek"):
+    if name in CHOICES:
+        return draw(one_of_choices(config))
+    if name.startswith("deepseek") or name == "glm4_moe_lite":
         return draw(with_latent_attention(draw(with_experts(config))))
     if name == "mistral":
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
@@ -312,10 +368,21 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
     if name in EXPERT_WORDS:
         config = draw(with_experts(config))
-    if name == "glm4_moe":
+    if name in ("glm4_moe", "solar_open"):
         if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
             config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
-        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": draw(st.booleans())})
+        qk_norm = name == "glm4_moe" and draw(st.booleans())
+        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
+    if name == "ernie4_5_moe":
+        return config
+    if name in ("dots1", "hy_v3", "exaone_moe"):
+        config = changed(config, {"attention.qk_norm": True})
+        if name == "hy_v3":
+            return config
+        windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
+        found = {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)}
+        rotates = per_layer(windowed, layers, True, False) if name == "exaone_moe" else True
+        return changed(config, found | {"layers.rotates": rotates})
     if name == "gpt_oss":
         experts = {"mlp.activation": "quick_gelu", "mlp.clamp": draw(st.sampled_from((7.0, 5.5))), "mlp.offset": 1.0}
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.sinks"), True)

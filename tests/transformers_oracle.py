@@ -38,6 +38,8 @@ GPT2_SIZES: dict[str, Any] = {
     "bos_token_id": 3,
     "eos_token_id": 4,
 }
+OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps")
+"""What architectures with LayerNorm call it."""
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -67,8 +69,11 @@ class Variant:
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     layouts: tuple[str, ...] = ()
     """The layouts that it is run at, where not at all of them."""
+    quick: tuple[str, ...] = ()
+    """Those of them that are not slow, where others are."""
 
 
+QUICK, QUICK_WITH_EXPERTS = ("tp2 pp2",), ("tp2 pp1 ep2",)
 FEW = ("tp2 pp2, layers 1+3", "tp4 pp1, release")
 MANY_RANKS = ("tp4 pp1, release", "tp2 pp2")
 ONE_WITH_EXPERTS = ("tp2 pp1 ep2",)
@@ -135,7 +140,39 @@ VARIANTS = {
     "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}, FEW),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
-}
+    "seed_oss": Variant("seed_oss", {"head_dim": 12}, {"rotary base": rope(10000.0)}, quick=QUICK),
+    "smollm3": Variant(
+        "smollm3",
+        {"tie_word_embeddings": True, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW},
+        {"all layers rotate": {"no_rope_layers": [1] * 4}, "one layer more": {"no_rope_layers": [1, 0, 0, 0]},
+         "no window": {"layer_types": ["full_attention"] * 4}},
+        quick=QUICK,
+    ),
+    "nemotron": Variant(
+        "nemotron",
+        {"norm_eps": 1e-3, "head_dim": 16},
+        {"epsilon": {"norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        quick=QUICK,
+    ),
+    "starcoder2": Variant(
+        "starcoder2",
+        {"norm_epsilon": 1e-3, "tie_word_embeddings": True, "sliding_window": WINDOW},
+        {"epsilon": {"norm_epsilon": 1e-5}, "no window": {"sliding_window": None}},
+        quick=QUICK,
+    ),
+    "stablelm": Variant(
+        "stablelm",
+        {"layer_norm_eps": 1e-3, "use_qkv_bias": True, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        quick=QUICK,
+    ),
+    "jais2": Variant("jais2", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}}, quick=QUICK),
+    "arcee": Variant("arcee", {}, {"another activation": {"hidden_act": "relu"}}, quick=QUICK),
+    "glm": Variant("glm", {"head_dim": 16}, {"whole heads": rope(5000.0, partial_rotary_factor=1.0)}, quick=QUICK),
+    "ernie4_5": Variant(
+        "ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True}, {"rotary base": rope(10000.0)}, quick=QUICK
+    ),
+}  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -198,8 +235,44 @@ MIXTURES = {
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
     ),
+    "glm4_moe_lite": Variant(
+        "glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"] * 2},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
+    ),
+    "dots1": Variant(
+        "dots1",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
+         "routed_scaling_factor": 1.5, "sliding_window": WINDOW, "max_window_layers": 2},
+        {"no window": {"layer_types": ["full_attention"] * 4}, "no factor on the experts": {"routed_scaling_factor": 1.0}},
+        quick=QUICK_WITH_EXPERTS,
+    ),
+    "solar_open": Variant(
+        "solar_open",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "head_dim": 12, "routed_scaling_factor": 1.5},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
+    ),
+    "hy_v3": Variant(
+        "hy_v3",
+        {**EXPERTS, "num_experts": 4, "num_shared_experts": 2, "head_dim": 12, "router_scaling_factor": 1.5,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        {"no factor on the experts": {"router_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
+    ),
+    "exaone_moe": Variant(
+        "exaone_moe",
+        {**EXPERTS, "num_experts": 4, "num_shared_experts": 2, "routed_scaling_factor": 1.5, "sliding_window": WINDOW,
+         "sliding_window_pattern": 3},
+        {"no window, and no layer rotates": {"layer_types": ["full_attention"] * 4}, "one less": {"sliding_window": WINDOW - 1},
+         "window on the other layers": {"layer_types": ["full_attention", "sliding_attention"] * 2}},
+        quick=QUICK_WITH_EXPERTS,
+    ),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
+NAMED = {
+    "ernie4_5_moe": Variant(
+        "ernie4_5_moe", {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 2, "moe_intermediate_size": 48, "use_bias": False}
+    ),
+}  # fmt: skip
+"""What no model of Megatron's computes: names and bytes are all that can be compared."""
 
 
 def create(variant: Variant, directory: Path) -> None:
@@ -208,7 +281,9 @@ def create(variant: Variant, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(20)
-    sizes = GPT2_SIZES if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    sizes = {**GPT2_SIZES} if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    if any(name in variant.settings for name in OTHER_EPSILONS):
+        del sizes["rms_norm_eps"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -264,7 +339,9 @@ ARCHITECTURE = (
         "dtype",
         "hidden_act",
         "rms_norm_eps",
+        *OTHER_EPSILONS,
         "rope_parameters",
+        "no_rope_layers",
         "max_position_embeddings",
     ),
     *(

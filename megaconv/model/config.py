@@ -97,7 +97,7 @@ class MLP:
 
     ffn: int
     activation: str = "silu"
-    """`silu`, `relu`, `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
+    """`silu`, `relu`, `relu2` (its square), `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
     gated: bool = True
     """Whether the activation's output is multiplied with a second projection."""
     bias: bool = False
@@ -279,6 +279,8 @@ FEATURES: Mapping[str, Holds] = {
     # of the model
     "untied": lambda config, kind, layer: not config.tie_embeddings,
     "rope": lambda config, kind, layer: config.positions.kind == "rope",
+    "interleaved": lambda config, kind, layer: config.positions.interleaved,
+    "skips_rope": lambda config, kind, layer: not all(each.rotates for each in config.layers),
     "learned": lambda config, kind, layer: config.positions.kind == "learned",
     "relative": lambda config, kind, layer: config.positions.kind == "relative",
     "norm_bias": lambda config, kind, layer: config.norm.kind == "LayerNorm",
@@ -297,6 +299,7 @@ FEATURES: Mapping[str, Holds] = {
     "silu": lambda config, kind, layer: config.mlp.activation == "silu",
     "gelu_tanh": lambda config, kind, layer: config.mlp.activation == "gelu_tanh",
     "quick_gelu": lambda config, kind, layer: config.mlp.activation == "quick_gelu",
+    "relu2": lambda config, kind, layer: config.mlp.activation == "relu2",
     "clamped": lambda config, kind, layer: config.mlp.clamp is not None or bool(config.mlp.offset),
     "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
     "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,

@@ -87,6 +87,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     """
     check_arguments(args, found, legacy=legacy)
     told = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
+    told |= _rotating_layers(args, found)
     if found.get("experts.count"):
         told |= _experts(args)
     told |= found
@@ -141,10 +142,25 @@ def _positions(args: Namespace) -> dict[str, Any]:
     for name, field in (("rotary_base", "positions.theta"), ("rotary_percent", "positions.rotary_percent")):
         if getattr(args, name, None) is not None:
             told[field] = float(getattr(args, name))
+    if getattr(args, "rotary_interleaved", None) is not None:
+        told["positions.interleaved"] = bool(args.rotary_interleaved)
     scaling = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "position_embedding_type", "enable_gpt_oss")
     if any(hasattr(args, name) for name in scaling):
         told["positions.scaling"] = read_scaling(args)
     return told
+
+
+def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
+    """no_rope_freq counts the layers that don't rotate: every so many-th, or a 1 for each in a list."""
+    freq, layers = getattr(args, "no_rope_freq", None), found["layers.count"]
+    if not freq:
+        return {}
+    if isinstance(freq, list) and len(freq) != layers:
+        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq is about {len(freq)} layers, the model has {layers}")
+    if not isinstance(freq, list) and type(freq) is not int:
+        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq should be a number or a list, found {freq!r:.100}")
+    without = [layer for layer in range(layers) if (freq[layer] if isinstance(freq, list) else not (layer + 1) % freq)]
+    return {"layers.rotates": per_layer(without, layers, False, True)}
 
 
 def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,13 +193,15 @@ def _experts(args: Namespace) -> dict[str, Any]:
 
 def _mlp(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     told = _said(args, "activation_func_clamp_value", "glu_linear_offset")
-    names = ("quick_geglu", "swiglu", "bias_gelu_fusion", "openai_gelu")
+    names = ("squared_relu", "quick_geglu", "swiglu", "bias_gelu_fusion", "openai_gelu")
     if any(hasattr(args, name) for name in names) or not found["mlp.gated"]:
         told["mlp.activation"] = _activation(args, gated=found["mlp.gated"])
     return told
 
 
 def _activation(args: Namespace, *, gated: bool) -> str:
+    if getattr(args, "squared_relu", False):
+        return "relu2"
     if gated and getattr(args, "quick_geglu", False):
         return "quick_gelu"
     if gated and getattr(args, "swiglu", True):
