@@ -36,7 +36,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         planned = plan_dist(header, options, layout)
     else:
         naming = core_naming(options.transformer_impl, "grouped" if options.grouped_experts else "")
-        style = ModelStyle(naming, core_order(family(header.config.family).rows, naming), partial(extra_states, naming=naming))
+        style = ModelStyle(
+            naming, core_order(family(header.config.family).rows, naming), partial(extra_states, naming=naming)
+        )
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
     _warn_of_scaling(header.config)
     if layout.tp > header.config.attention.kv_heads:
@@ -50,7 +52,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             "the embedding is scaled by %.6g: Megatron core's GPTModel doesn't do that; build the model as Megatron-Bridge and NeMo do",
             header.config.embedding_scale,
         )
-    return planned
+    table = family(header.config.family)
+    return replace(planned, notices=(*planned.notices, *table.notices(header.config)))
 
 
 def _check(options: SaveOptions) -> None:

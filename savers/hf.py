@@ -52,7 +52,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         row_bytes, record = matrix_shape(native.shape)[1] * ITEMSIZE[native_dtype(header, native)], names[native.name]
         for name, regions in native.parts.items():
             placements.setdefault(Key(name), []).append(Placement(file_of[record], record, row_bytes, regions))
-    return OutputPlan(files, placements, from_base=added)
+    # Only Megatron's checkpoints have a layout: from another source nothing passes between two ways to compute the model.
+    notices = table.notices(config) if header.layout is not None else ()
+    return OutputPlan(files, placements, notices=notices, from_base=added)
 
 
 def _shards(

@@ -25,7 +25,6 @@ LATENT_WORDS: Raw = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 5,
     "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
     "n_routed_experts": 6,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 24,
@@ -33,9 +32,18 @@ LATENT_WORDS: Raw = {
     "first_k_dense_replace": 2,
     "routed_scaling_factor": 2.5,
 }
+SHARED_WORDS: Raw = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+MLP_KINDS: Raw = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
 EXPERT_WORDS: dict[str, Raw] = {
     "deepseek_v2": LATENT_WORDS,
     "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
+    "glm4_moe_lite": {**LATENT_WORDS, **MLP_KINDS},
+    "dots1": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
+    "solar_open": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
+    "hy_v3": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
+    "exaone_moe": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
+                   "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 3},
@@ -68,7 +76,18 @@ EXPERT_WORDS: dict[str, Raw] = {
         "use_qk_norm": True,
         "partial_rotary_factor": 0.25,
     },
+}  # fmt: skip
+OWN_WORDS: dict[str, Raw] = {
+    **{name: {"hidden_act": "gelu_pytorch_tanh"} for name in ("gemma", "gemma2", "gemma3_text")},
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
+    "arcee": {"hidden_act": "relu2"},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
+    "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
+    "glm": {"partial_rotary_factor": 0.5},
 }
+"""What only these families say, or say otherwise."""
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 99, "beta_fast": 8.0, "beta_slow": 0.5}
 SCALINGS: dict[str, Raw | None] = {
@@ -101,7 +120,7 @@ def raw_config(name: str, **words: Any) -> Raw:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **EXPERT_WORDS.get(name, {}),
-        **({"hidden_act": "gelu_pytorch_tanh"} if name.startswith("gemma") else {}),
+        **OWN_WORDS.get(name, {}),
         **words,
     }
 
@@ -198,6 +217,13 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
     return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **words))
 
 
+DEEPSEEKS = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe"),
+)
+"""Families whose experts are described in DeepSeek's manner."""
+
+
 @st.composite
 def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     """The model with experts, as its family has them."""
@@ -210,8 +236,8 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         if name == "minimax_m2":
             return changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
         return changed(config, {"experts.renormalize": draw(st.booleans())}) if name == "olmoe" else config
-    if name in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
-        first = draw(st.integers(0, config.layer_count - 1))
+    if name in DEEPSEEKS:
+        first = 0 if name == "solar_open" else draw(st.integers(0, config.layer_count - 1))
         config = changed(
             config,
             {
@@ -222,21 +248,21 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         )
         if name == "deepseek_v2":
             return changed(config, {"experts.renormalize": False})
+        if name == "ernie4_5_moe":
+            return changed(config, {"experts.scale": None, "experts.router_bias": True, "positions.interleaved": True})
+        config = changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
+        if name == "hy_v3":
+            return config
         groups, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4))
         if groups > 1:  # Megatron ranks groups as this class does only then
             config = changed(config, {"experts.count": 8 * groups, "experts.per_token": 2 * topk})
         config = changed(
             config,
-            {
-                "experts.score": "sigmoid",
-                "experts.router_bias": True,
-                "experts.groups": groups,
-                "experts.group_topk": topk,
-            },
+            {"experts.groups": groups, "experts.group_topk": topk},
         )
         return (
             changed(config, {"positions.rotary_percent": draw(st.sampled_from((0.25, 0.5, 1.0)))})
-            if name == "glm4_moe"
+            if name in ("glm4_moe", "solar_open")
             else config
         )
     layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
@@ -267,7 +293,6 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
     return changed(
         config,
         {
-            "norm.epsilon": 1e-6,
             "attention.kv_heads": config.attention.heads,
             "latent.rope_dim": rope_dim,
             "attention.head_dim": rope_dim + draw(st.integers(1, 9)),
@@ -277,6 +302,35 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
             "positions.scaling": draw(st.sampled_from((None, yarn | mscales))),
         },
     )
+
+
+QKV_BIAS: Raw = {"attention.qkv_bias": True}
+ALL_BIASES: Raw = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
+CHOICES: dict[str, tuple[Raw, ...]] = {
+    "seed_oss": ({}, QKV_BIAS, ALL_BIASES),
+    "smollm3": ({}, ALL_BIASES, {"layers.window": 5}),
+    "nemotron": ({"positions.rotary_percent": 0.5}, ALL_BIASES),
+    "jais2": (ALL_BIASES, {}),
+    "arcee": ({}, ALL_BIASES),
+    "starcoder2": (ALL_BIASES, ALL_BIASES | {"layers.window": 5}),
+    "stablelm": ({"positions.rotary_percent": 0.25}, QKV_BIAS),
+    "glm": ({}, QKV_BIAS, QKV_BIAS | {"positions.rotary_percent": 0.5}),
+    "ernie4_5": ({}, ALL_BIASES),
+}
+"""What models of these families may have besides what all of them have."""
+
+
+@st.composite
+def one_of_choices(draw: Draw, config: ModelConfig) -> ModelConfig:
+    name, layers = config.family, config.layer_count
+    found = {**families()[name].fixed, **draw(st.sampled_from(CHOICES[name]))}
+    if name == "smollm3":
+        found["layers.rotates"] = per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, False, True)
+    if name == "stablelm":
+        found["hidden"] = config.attention.heads * config.attention.head_dim
+    if found.get("positions.rotary_percent", 1.0) != 1.0:
+        found["positions.scaling"] = None  # Megatron's yarn is for whole heads
+    return changed(config, found)
 
 
 @st.composite
@@ -302,7 +356,10 @@ def gemmas(draw: Draw, config: ModelConfig) -> ModelConfig:
     found = None if scalar == config.attention.head_dim else scalar**-0.5
     config = changed(config, {"norm.place": "both", "attention.scale": found})
     if name == "gemma2":
-        caps = {"attention.score_cap": draw(st.sampled_from((None, 50.0))), "head.logit_cap": draw(st.sampled_from((None, 30.0)))}
+        caps = {
+            "attention.score_cap": draw(st.sampled_from((None, 50.0))),
+            "head.logit_cap": draw(st.sampled_from((None, 30.0))),
+        }
         return changed(config, {**caps, "layers.window": draw(st.none() | st.integers(1, 99))})
     config = draw(with_windows(changed(config, {"attention.qk_norm": True, "positions.scaling": None})))
     return changed(config, {"positions.local_theta": config.positions.local_theta or config.positions.theta})
@@ -338,7 +395,9 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"attention.qkv_bias": bias, "attention.o_bias": bias, "mlp.bias": bias})
     if name.startswith("gemma"):
         return draw(gemmas(config))
-    if name.startswith("deepseek"):
+    if name in CHOICES:
+        return draw(one_of_choices(config))
+    if name.startswith("deepseek") or name == "glm4_moe_lite":
         return draw(with_latent_attention(draw(with_experts(config))))
     if name == "mistral":
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
@@ -356,15 +415,29 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "exaone4":
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         window, rotating = (draw(st.integers(1, 99)), windowed) if windowed else (None, range(layers))
-        kinds = {"layers.window": per_layer(windowed, layers, window, None), "layers.rotates": per_layer(rotating, layers, True, False)}
+        kinds = {
+            "layers.window": per_layer(windowed, layers, window, None),
+            "layers.rotates": per_layer(rotating, layers, True, False),
+        }
         return changed(config, {**kinds, "attention.qk_norm": True, "norm.place": "after"})
     if name in ("olmo2", "olmo3"):
         norms = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "norm.place": "after"}
         return draw(with_windows(changed(config, norms))) if name == "olmo3" else changed(config, norms)
-    if name == "glm4_moe":
+    if name in ("glm4_moe", "solar_open"):
         if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
             config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
-        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": draw(st.booleans())})
+        qk_norm = name == "glm4_moe" and draw(st.booleans())
+        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
+    if name == "ernie4_5_moe":
+        return config
+    if name in ("dots1", "hy_v3", "exaone_moe"):
+        config = changed(config, {"attention.qk_norm": True})
+        if name == "hy_v3":
+            return config
+        windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
+        found = {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)}
+        rotates = per_layer(windowed, layers, True, False) if name == "exaone_moe" else True
+        return changed(config, found | {"layers.rotates": rotates})
     if name == "gpt_oss":
         experts = {"mlp.activation": "quick_gelu", "mlp.clamp": draw(st.sampled_from((7.0, 5.5))), "mlp.offset": 1.0}
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.sinks"), True)

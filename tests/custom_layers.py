@@ -136,7 +136,9 @@ def give_windows_their_own_rope(chunk: Any, args: Namespace) -> None:
 
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    local = RotaryEmbedding(args.kv_channels, args.rotary_percent, rotary_base=args.rotary_base[0], use_cpu_initialization=True)
+    local = RotaryEmbedding(
+        args.kv_channels, args.rotary_percent, rotary_base=args.rotary_base[0], use_cpu_initialization=True
+    )
 
     def turned(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
         return inputs, named | {"rotary_pos_emb": local(inputs[0].shape[0])}

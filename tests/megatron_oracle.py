@@ -201,13 +201,13 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     What follows are the command-line flags that a machine without CUDA needs.
     """
     import torch
-    from megatron.core.activations import quick_gelu
+    from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     known: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     known |= {
-        "layernorm_zero_centered_gamma": False,  # see as_gemma
+        "layernorm_zero_centered_gamma": False,  # see as_others_do
         "pipeline_dtype": args.params_dtype,
         "num_moe_experts": args.num_experts,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
@@ -215,6 +215,7 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         **({"activation_func": quick_gelu, "gated_linear_unit": True} if args.quick_geglu else {}),
+        **({"activation_func": squared_relu} if args.squared_relu else {}),
         # The fused kernel computes another gelu, so that it is part of the model; for silu it changes nothing.
         "bias_activation_fusion": args.bias_gelu_fusion,
     }
@@ -354,7 +355,7 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
         assert found <= {args.params_dtype}, f"args say {args.params_dtype}, the file has {found}"
         chunk.load_state_dict(weights, strict=True)
         if args.layernorm_zero_centered_gamma:
-            as_gemma(args, chunk)
+            as_others_do(args, chunk)
         # Without labels GPTModel doesn't know what to do with what further layers predict: so it gives it back, after the
         # main logits as if it were more of the sequence.
         chunk.config.mtp_num_layers = None
@@ -362,11 +363,12 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
     return chunks
 
 
-def as_gemma(args: Namespace, chunk: "GPTModel") -> None:
+def as_others_do(args: Namespace, chunk: "GPTModel") -> None:
     """What Megatron core leaves to others, as they do it.
 
     - Norms with zero-centered gamma are Apex's or Transformer Engine's: torch's, which run here, get the sum.
-    - The embedding's scale is no part of GPTModel: Megatron-Bridge and NeMo multiply what the embedding gives, as here.
+    - The scale of a Gemma's embedding is no part of GPTModel: Megatron-Bridge and NeMo multiply what the embedding gives, as
+      here. The other models with zero-centered norms have LayerNorm.
     """
     import torch
 
@@ -374,7 +376,7 @@ def as_gemma(args: Namespace, chunk: "GPTModel") -> None:
         for name, parameter in chunk.named_parameters():
             if name.endswith("layernorm.weight"):
                 parameter.add_(1)
-    if chunk.pre_process:
+    if chunk.pre_process and args.normalization == "RMSNorm":
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output * args.hidden_size**0.5)
 
 

@@ -73,7 +73,11 @@ def as_transformers_has_it(raw: Raw) -> Any:
         **latent,
         **local,
         **gemma_2_as_transformers_has_it(config),
-        **({"rotates": [not window or kind == "sliding_attention" for kind in kinds]} if config.model_type == "exaone4" else {}),
+        **(
+            {"rotates": [not window or kind == "sliding_attention" for kind in kinds]}
+            if config.model_type == "exaone4"
+            else {}
+        ),
     }
 
 

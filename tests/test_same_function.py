@@ -36,11 +36,11 @@ PARTNERS: dict[str, dict[str, Any]] = {
 """What has to change with a field for the model to be one at all."""
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
-    "hidden": ("embedding_scale",),
-    "attention.qkv_bias": ("attention.o_bias",),
-    "attention.heads": ("attention.kv_heads",),
-    "attention.head_dim": ("attention.scale",),
+    "hidden": ("embedding_scale", "attention.head_dim"),
     "layers.window": ("layers.rotates",),
+    "attention.qkv_bias": ("attention.o_bias",),
+    "attention.heads": ("attention.kv_heads", "attention.head_dim"),
+    "attention.head_dim": ("attention.scale",),
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
     "attention.scale": ("square root of the head size",),
@@ -64,7 +64,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "norm.kind": ("RMSNorm", "LayerNorm"),
     "norm.place": ("before", "after", "both", "after_sum"),
     "attention.qk_norm_width": ("head", "all"),
-    "mlp.activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
+    "mlp.activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"),
     "experts.score": ("softmax", "sigmoid"),
     "head.activation": ("", "gelu", "gelu_tanh"),
     "dtype": ("float16",),
@@ -191,8 +191,8 @@ def test_a_family_is_recognized_by_its_own_declaration_and_by_no_other(family: s
 
 
 def test_a_model_that_no_family_has_is_told_the_nearest() -> None:
-    odd = changed(model("llama"), {"norm.kind": "LayerNorm"})
-    with pytest.raises(UnknownFamily, match="the nearest is llama, and differs in: the model has norm_bias"):
+    odd = changed(model("llama"), {"attention.sinks": True})
+    with pytest.raises(UnknownFamily, match="the nearest is llama, and differs in: the model has sinks"):
         recognize(odd)
 
 

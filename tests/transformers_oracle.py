@@ -38,6 +38,8 @@ GPT2_SIZES: dict[str, Any] = {
     "bos_token_id": 3,
     "eos_token_id": 4,
 }
+OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps")
+"""What architectures with LayerNorm call it."""
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -67,8 +69,11 @@ class Variant:
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     layouts: tuple[str, ...] = ()
     """The layouts that it is run at, where not at all of them."""
+    quick: tuple[str, ...] = ()
+    """Those of them that are not slow, where others are."""
 
 
+QUICK, QUICK_WITH_EXPERTS = ("tp2 pp2",), ("tp2 pp1 ep2",)
 FEW = ("tp2 pp2, layers 1+3", "tp4 pp1, release")
 MANY_RANKS = ("tp4 pp1, release", "tp2 pp2")
 ONE_WITH_EXPERTS = ("tp2 pp1 ep2",)
@@ -99,7 +104,13 @@ def every_other_window() -> dict[str, Any]:
 
 
 HALF_ROTATES = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
-OLMO_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 8.0, "beta_slow": 0.5}
+OLMO_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+}
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": WINDOW}
 GEMMA_OTHERS = {"scale": {"query_pre_attn_scalar": 12}, "one less": {"sliding_window": WINDOW - 1}}
@@ -157,21 +168,21 @@ VARIANTS = {
         "exaone4",
         {"sliding_window": WINDOW, **every_other_window()},
         {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
-        ("tp2 pp2, layers 1+3",),
+        quick=("tp2 pp2, layers 1+3",),
     ),
     "exaone4, no windows": Variant("exaone4", {"sliding_window": None, **windows(LAYERS)}, {}, ("tp4 pp1, release",)),
     "glm4": Variant(
         "glm4",
         {"head_dim": 16, "rope_parameters": HALF_ROTATES},
         {"heads that rotate whole": {"rope_parameters": {**HALF_ROTATES, "partial_rotary_factor": 1.0}}},
-        ("tp2 pp2",),
+        quick=("tp2 pp2",),
     ),
-    "olmo2": Variant("olmo2", {}, {"epsilon": {"rms_norm_eps": 1e-5}}, ("tp2 pp2, layers 1+3",)),
+    "olmo2": Variant("olmo2", {}, {"epsilon": {"rms_norm_eps": 1e-5}}, quick=("tp2 pp2, layers 1+3",)),
     "olmo3": Variant(
         "olmo3",
         {"sliding_window": WINDOW, **two_ropes(rope_of(5000.0), rope_of(5000.0))},
         {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
-        ("tp2 pp2",),
+        quick=("tp1 pp4",),
     ),
     "olmo3, yarn on the last layer": Variant(
         "olmo3",
@@ -183,13 +194,13 @@ VARIANTS = {
         "gemma2",
         {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
         {**GEMMA_OTHERS, "uncapped scores": {"attn_logit_softcapping": None}, "uncapped logits": {"final_logit_softcapping": None}},
-        ("tp2 pp2, layers 1+3", "tp4 pp1, release"),
+        quick=("tp2 pp2, layers 1+3",),
     ),
     "gemma3_text": Variant(
         "gemma3_text",
         {**GEMMA, "layer_types": GEMMA_LAYERS, **two_ropes(rope_of(5000.0), rope_of(200.0))},
         {**GEMMA_OTHERS, "one base": two_ropes(rope_of(5000.0), rope_of(5000.0))},
-        ("tp2 pp2, layers 1+3",),
+        quick=("tp2 pp2",),
     ),
     "gemma3_text, scaled": Variant(
         "gemma3_text",
@@ -199,7 +210,39 @@ VARIANTS = {
     ),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
-}
+    "seed_oss": Variant("seed_oss", {"head_dim": 12}, {"rotary base": rope(10000.0)}, quick=QUICK),
+    "smollm3": Variant(
+        "smollm3",
+        {"tie_word_embeddings": True, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW},
+        {"all layers rotate": {"no_rope_layers": [1] * 4}, "one layer more": {"no_rope_layers": [1, 0, 0, 0]},
+         "no window": {"layer_types": ["full_attention"] * 4}},
+        quick=QUICK,
+    ),
+    "nemotron": Variant(
+        "nemotron",
+        {"norm_eps": 1e-3, "head_dim": 16},
+        {"epsilon": {"norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        quick=QUICK,
+    ),
+    "starcoder2": Variant(
+        "starcoder2",
+        {"norm_epsilon": 1e-3, "tie_word_embeddings": True, "sliding_window": WINDOW},
+        {"epsilon": {"norm_epsilon": 1e-5}, "no window": {"sliding_window": None}},
+        quick=QUICK,
+    ),
+    "stablelm": Variant(
+        "stablelm",
+        {"layer_norm_eps": 1e-3, "use_qkv_bias": True, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        quick=QUICK,
+    ),
+    "jais2": Variant("jais2", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}}, quick=QUICK),
+    "arcee": Variant("arcee", {}, {"another activation": {"hidden_act": "relu"}}, quick=QUICK),
+    "glm": Variant("glm", {"head_dim": 16}, {"whole heads": rope(5000.0, partial_rotary_factor=1.0)}, quick=QUICK),
+    "ernie4_5": Variant(
+        "ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True}, {"rotary base": rope(10000.0)}, quick=QUICK
+    ),
+}  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -242,13 +285,13 @@ MIXTURES = {
         "olmoe",
         {"num_experts": 4, "num_experts_per_tok": 2},
         {"weights made to sum up to 1": {"norm_topk_prob": True}},
-        ("tp2 pp1 ep2", "tp1 pp2 ep2"),
+        quick=("tp2 pp1 ep2",),
     ),
     "minimax_m2": Variant(
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "rope_parameters": HALF_ROTATES},
         {"heads that rotate whole": rope(5000.0)},
-        ("tp2 pp1 ep2",),
+        quick=("tp2 pp1 ep2",),
     ),
     "glm4_moe": Variant(
         "glm4_moe",
@@ -274,8 +317,44 @@ MIXTURES = {
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
     ),
+    "glm4_moe_lite": Variant(
+        "glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"] * 2},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
+    ),
+    "dots1": Variant(
+        "dots1",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
+         "routed_scaling_factor": 1.5, "sliding_window": WINDOW, "max_window_layers": 2},
+        {"no window": {"layer_types": ["full_attention"] * 4}, "no factor on the experts": {"routed_scaling_factor": 1.0}},
+        quick=QUICK_WITH_EXPERTS,
+    ),
+    "solar_open": Variant(
+        "solar_open",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "head_dim": 12, "routed_scaling_factor": 1.5},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
+    ),
+    "hy_v3": Variant(
+        "hy_v3",
+        {**EXPERTS, "num_experts": 4, "num_shared_experts": 2, "head_dim": 12, "router_scaling_factor": 1.5,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        {"no factor on the experts": {"router_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
+    ),
+    "exaone_moe": Variant(
+        "exaone_moe",
+        {**EXPERTS, "num_experts": 4, "num_shared_experts": 2, "routed_scaling_factor": 1.5, "sliding_window": WINDOW,
+         "sliding_window_pattern": 3},
+        {"no window, and no layer rotates": {"layer_types": ["full_attention"] * 4}, "one less": {"sliding_window": WINDOW - 1},
+         "window on the other layers": {"layer_types": ["full_attention", "sliding_attention"] * 2}},
+        quick=QUICK_WITH_EXPERTS,
+    ),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
+NAMED = {
+    "ernie4_5_moe": Variant(
+        "ernie4_5_moe", {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 2, "moe_intermediate_size": 48, "use_bias": False}
+    ),
+}  # fmt: skip
+"""What no model of Megatron's computes: names and bytes are all that can be compared."""
 
 
 def create(variant: Variant, directory: Path) -> None:
@@ -284,7 +363,9 @@ def create(variant: Variant, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(20)
-    sizes = GPT2_SIZES if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    sizes = {**GPT2_SIZES} if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    if any(name in variant.settings for name in OTHER_EPSILONS):
+        del sizes["rms_norm_eps"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -340,7 +421,9 @@ ARCHITECTURE = (
         "dtype",
         "hidden_act",
         "rms_norm_eps",
+        *OTHER_EPSILONS,
         "rope_parameters",
+        "no_rope_layers",
         "max_position_embeddings",
     ),
     *(

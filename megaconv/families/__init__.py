@@ -52,6 +52,10 @@ class Family:
     provider has for them, a config.json has to say them."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
+    other_types: tuple[str, ...] = ()
+    """Further values of model_type under which files say that they are of this architecture: `kimi_k2`."""
+    notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
+    """What a user should know of such a model where Megatron is on either side: in what it computes otherwise than transformers."""
 
     def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for what isn't known."""
@@ -108,7 +112,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     def fits(family: Family) -> bool:
         if architectures:
             return bool(set(architectures) & set(family.architectures))
-        return config.get("model_type") == family.model_type
+        return config.get("model_type") in (family.model_type, *family.other_types)
 
     for known_families in (families, all_families):  # looking for other packages only where ours don't fit
         for family in known_families().values():

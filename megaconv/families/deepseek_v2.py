@@ -2,11 +2,12 @@
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import LATENT_ATTENTION, LATENT_HEADS, ONE_EPSILON
-from megaconv.families.glm4_moe import SHARED, deepseek_experts
+from megaconv.families.deepseek_v3 import LATENT_ATTENTION, LATENT_HEADS, one_epsilon
+from megaconv.families.glm4_moe import SHARED
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
+from megaconv.families.parts.expert_words import first_dense, routed_experts, shared_experts
 from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, number
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 
@@ -25,7 +26,9 @@ def _no_groups(raw: Raw) -> Fields:
 _WORDS = (
     *body_words(positions=2048, tokens=(1, 2, None)),
     LATENT_HEADS,
-    *deepseek_experts(count=64, width=1407, shared=2, dense=0),
+    *routed_experts(count=64, width=1407),
+    shared_experts(count=2, width=1407),
+    first_dense(0),
     number("routed_scaling_factor", "experts.scale", 1.0),
     Words(
         ("topk_method", "n_group", "topk_group"),
@@ -39,12 +42,11 @@ _ONLY = {
     "scoring_func": "softmax",
     "norm_topk_prob": False,
     "moe_layer_freq": 1,
-    **ONE_EPSILON,
     **SILU,
 }
 
 FAMILY = Family(
     "deepseek_v2", ("DeepseekV2ForCausalLM",), "deepseek_v2", ROWS, words=_WORDS,
     fixed=LLAMA_LIKE | {"experts.renormalize": False}, only=_ONLY, ignored=IGNORED, features=("mla",),
-    recognized="mla mixture !sigmoid_router !router_bias",
+    recognized="mla mixture !sigmoid_router !router_bias", notices=one_epsilon,
 )  # fmt: skip

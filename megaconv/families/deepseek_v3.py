@@ -1,10 +1,13 @@
-"""DeepSeek V3, R1 and all that share the class: latent attention, dense first layers, experts routed by sigmoid, shared ones, MTP."""
+"""DeepSeek V3, R1, Kimi K2, Moonlight and all that share the class: latent attention, dense first layers, experts routed by
+sigmoid, shared ones, MTP.
+"""
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, SIGMOID, deepseek_experts, sigmoid_routing
+from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, SIGMOID
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
+from megaconv.families.parts.expert_words import first_dense, routed_experts, shared_experts, sigmoid_routing
 from megaconv.families.parts.mtp import with_mtp, without_missing
 from megaconv.families.parts.words import Fields, Raw, Words, count, need_size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
@@ -53,22 +56,31 @@ LATENT_ATTENTION = (
 )  # fmt: skip
 ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
-_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-"""transformers' defaults, of V2 as of V3."""
 
-
-def _read_latent(raw: Raw) -> Fields:
-    said = {**_LATENT, **raw}
-    heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(said, "qk_rope_head_dim")
-    return {
-        "attention.heads": heads,
-        "attention.kv_heads": heads,
-        "attention.head_dim": need_size(said, "qk_nope_head_dim") + rope_dim,
-        "latent.rope_dim": rope_dim,
-        "latent.v_dim": need_size(said, "v_head_dim"),
-        "latent.kv_rank": need_size(said, "kv_lora_rank"),
-        "latent.q_rank": said["q_lora_rank"] or 0,
+def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> Words:
+    """Widths of latent vectors, and of a head's parts: rotating ones, others, values. Numbers: where keys are missing."""
+    usual = {
+        "kv_lora_rank": kv_rank,
+        "q_lora_rank": q_rank,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": nope,
+        "v_head_dim": v,
     }
+
+    def read(raw: Raw) -> Fields:
+        said = {**usual, **raw}
+        heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(said, "qk_rope_head_dim")
+        return {
+            "attention.heads": heads,
+            "attention.kv_heads": heads,
+            "attention.head_dim": need_size(said, "qk_nope_head_dim") + rope_dim,
+            "latent.rope_dim": rope_dim,
+            "latent.v_dim": need_size(said, "v_head_dim"),
+            "latent.kv_rank": need_size(said, "kv_lora_rank"),
+            "latent.q_rank": said["q_lora_rank"] or 0,
+        }
+
+    return Words(("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *usual), read, _write_latent)
 
 
 def _write_latent(config: ModelConfig) -> Raw:
@@ -85,16 +97,29 @@ def _write_latent(config: ModelConfig) -> Raw:
     }
 
 
-LATENT_HEADS = Words(
-    ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *_LATENT), _read_latent, _write_latent
-)
-ONE_EPSILON = {"rms_norm_eps": 1e-6}
-"""transformers' classes give the latent norms this epsilon whatever the others have; Megatron has one for all."""
+LATENT_HEADS = latent_heads(kv_rank=512, q_rank=1536, rope=64, nope=128, v=128)
+"""Of V2 as of V3."""
+_LATENT_EPSILON = 1e-6
+"""What transformers' classes give the norms of latent vectors, whatever rms_norm_eps says of the others."""
+
+
+def one_epsilon(config: ModelConfig) -> tuple[str, ...]:
+    """The notice of a model whose norms have two epsilons in transformers (Moonlight, GLM-4.7-Flash)."""
+    if config.norm.epsilon == _LATENT_EPSILON:
+        return ()
+    return (
+        f"the norms of the latent vectors (kv_a_layernorm, q_a_layernorm) have epsilon {_LATENT_EPSILON:g} in transformers and "
+        f"{config.norm.epsilon:g}, that of all other norms, in Megatron, which has one for all: the weights are the same, "
+        "logits differ slightly (by some 1e-4 at an epsilon of 1e-05)",
+    )
+
 
 _WORDS = (
     *body_words(positions=4096, tokens=(0, 1, None)),
     LATENT_HEADS,
-    *deepseek_experts(count=256, width=2048, shared=1, dense=3),
+    *routed_experts(count=256, width=2048),
+    shared_experts(count=1, width=2048),
+    first_dense(3),
     *sigmoid_routing(scale=2.5, groups=8, group_topk=4),
     count("num_nextn_predict_layers", "mtp_layers", 1),
 )
@@ -104,11 +129,11 @@ _ONLY = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
-    **ONE_EPSILON,
     **SILU,
 }
 
 FAMILY = Family(
-    "deepseek_v3", ("DeepseekV3ForCausalLM",), "deepseek_v3", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY,
-    ignored=IGNORED, features=("mla", "q_latent"), complete=without_missing, recognized="mla mixture sigmoid_router router_bias",
+    "deepseek_v3", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), "deepseek_v3", ROWS, words=_WORDS,
+    fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY, ignored=IGNORED, features=("mla", "q_latent"), complete=without_missing,
+    recognized="mla mixture sigmoid_router router_bias", other_types=("kimi_k2",), notices=one_epsilon,
 )  # fmt: skip

@@ -23,7 +23,9 @@ def _read_layers(raw: Raw) -> Fields:
     said, letters, layers = dict(raw), raw.get(_PATTERN), need_size(raw, "num_hidden_layers")
     if isinstance(letters, str) and letters.strip("LG") == "" != letters:
         del said[_PATTERN]
-        kinds = [("full" if letters[at % len(letters)] == "G" else "sliding") + "_attention" for at in range(layers - 1)]
+        kinds = [
+            ("full" if letters[at % len(letters)] == "G" else "sliding") + "_attention" for at in range(layers - 1)
+        ]
         said["layer_types"] = raw.get("layer_types") or [*kinds, "full_attention"]
     if not said.get("sliding_window", 4096):
         return {"layers.window": None, "layers.rotates": True}

@@ -100,7 +100,7 @@ class MLP:
 
     ffn: int
     activation: str = "silu"
-    """`silu`, `relu`, `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
+    """`silu`, `relu`, `relu2` (its square), `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
     gated: bool = True
     """Whether the activation's output is multiplied with a second projection."""
     bias: bool = False
@@ -305,6 +305,7 @@ FEATURES: Mapping[str, Holds] = {
     "silu": lambda config, kind, layer: config.mlp.activation == "silu",
     "gelu_tanh": lambda config, kind, layer: config.mlp.activation == "gelu_tanh",
     "quick_gelu": lambda config, kind, layer: config.mlp.activation == "quick_gelu",
+    "relu2": lambda config, kind, layer: config.mlp.activation == "relu2",
     "clamped": lambda config, kind, layer: config.mlp.clamp is not None or bool(config.mlp.offset),
     "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
     "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,

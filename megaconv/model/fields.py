@@ -51,7 +51,14 @@ NOT_COMPUTED = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 STRUCTURE = (
     *("layers.count", "layers.mixer", "layers.mlp", "hidden", "mlp.ffn", "mlp.bias", "tie_embeddings", "token_types"),
     *("attention.heads", "attention.kv_heads", "attention.head_dim", "attention.qkv_bias", "attention.o_bias"),
-    *("attention.qk_norm", "attention.qk_norm_width", "attention.sinks", "experts.count", "experts.shared_gate", "experts.router_bias"),
+    *(
+        "attention.qk_norm",
+        "attention.qk_norm_width",
+        "attention.sinks",
+        "experts.count",
+        "experts.shared_gate",
+        "experts.router_bias",
+    ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
 )
@@ -124,7 +131,9 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
         moot |= {"positions.interleaved", "layers.rotates"}
     if not config.attention.qk_norm:
         moot.add("attention.qk_norm_width")
-    if config.window is None or (config.positions.local_theta == config.positions.theta and not config.positions.scaling):
+    if config.window is None or (
+        config.positions.local_theta == config.positions.theta and not config.positions.scaling
+    ):
         moot.add("positions.local_theta")
     if not config.experts.count:
         moot |= {"layers.mlp", *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count")}

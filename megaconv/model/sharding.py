@@ -48,7 +48,9 @@ def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = Fals
     for size, over, when, share in SHARDED:
         if when is None or any(config.has(when, layer) for layer in range(config.layer_count)):
             if size == "kv_heads" and layout.tp > whole[size]:
-                sizes[size] = _shared_head(whole[size], layout.tp, allowed=shares_heads and not config.has("wide_qk_norm"))
+                sizes[size] = _shared_head(
+                    whole[size], layout.tp, allowed=shares_heads and not config.has("wide_qk_norm")
+                )
             else:
                 sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
     return sizes

@@ -20,6 +20,9 @@ LLAMA_LIKE: dict[str, Any] = {
     "mlp.gated": True,
 }
 """What all of them have."""
+LAYER_NORM: dict[str, Any] = {"positions.kind": "rope", "norm.kind": "LayerNorm"}
+SQUARED_RELU: dict[str, Any] = {"mlp.activation": "relu2", "mlp.gated": False}
+"""What some have instead, or of that."""
 SILU: dict[str, Any] = {"hidden_act": "silu"}
 """The one activation that most of these architectures have."""
 
@@ -62,8 +65,8 @@ def _read_dtype(raw: Raw) -> Fields:
     return {"dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")}
 
 
-def heads(kv_heads: int | None, head_dim: int | None) -> Words:
-    """Grouped queries; the numbers as in decoder_words."""
+def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool = True) -> Words:
+    """Grouped queries; the numbers as in decoder_words. own_size: whether there is a head_dim; otherwise heads share hidden_size out."""
 
     def read(raw: Raw) -> Fields:
         hidden, count = need_size(raw, "hidden_size"), need_size(raw, "num_attention_heads")
@@ -73,14 +76,17 @@ def heads(kv_heads: int | None, head_dim: int | None) -> Words:
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: num_key_value_heads {groups} doesn't divide num_attention_heads {count}"
             )
-        each = raw.get("head_dim") or head_dim or hidden // count
+        if not own_size and hidden % count:
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: num_attention_heads {count} doesn't divide hidden_size {hidden}")
+        each = (raw.get("head_dim") if own_size else None) or head_dim or hidden // count
         return {"attention.heads": count, "attention.kv_heads": groups, "attention.head_dim": each}
 
     def write(config: ModelConfig) -> Raw:
         found = config.attention
-        return {"num_attention_heads": found.heads, "num_key_value_heads": found.kv_heads, "head_dim": found.head_dim}
+        written = {"num_attention_heads": found.heads, "num_key_value_heads": found.kv_heads}
+        return written | ({"head_dim": found.head_dim} if own_size else {})
 
-    return Words(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
+    return Words(("num_attention_heads", "num_key_value_heads", *(["head_dim"] if own_size else [])), read, write)
 
 
 # Rope.
@@ -213,15 +219,19 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
 GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")
 """Two names for one activation."""
 
-PLAIN = "rope !interleaved !skips_rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
-"""What tells a dense Llama-like decoder from all others; what tells one from another comes on top."""
+DENSE = "rope pre_norm !sinks !clamped !mixture !mla !encoder !transform"
+"""What tells dense decoders with rotary positions from all others."""
+PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"
+"""What tells a Llama-like one among them; what tells one from another comes on top."""
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 
 
 def body_words(
     *,
     positions: int,
+    ffn: int | None = None,
     epsilon: float = 1e-6,
+    epsilon_key: str = "rms_norm_eps",
     rotation: Words | None = None,
     partial: Words = WHOLE_HEADS,
     tied: bool = False,
@@ -229,15 +239,15 @@ def body_words(
 ) -> tuple[Words, ...]:
     """What every Llama-like architecture says, but for attention's heads and its activation.
 
-    Numbers are transformers' own defaults for keys that may be left out: max_position_embeddings, rms_norm_eps, rope
-    (None: a base of 10000), whether the head is tied, the ids of tokens.
+    Numbers are transformers' own defaults for keys that may be left out: max_position_embeddings, intermediate_size (None: it
+    may not), epsilon_key, rope (None: a base of 10000), whether the head is tied, the ids of tokens.
     """
     return (
         size("hidden_size", "hidden"),
         size("num_hidden_layers", "layers.count"),
-        size("intermediate_size", "mlp.ffn"),
+        size("intermediate_size", "mlp.ffn", ffn),
         size("max_position_embeddings", "max_positions", positions),
-        number("rms_norm_eps", "norm.epsilon", epsilon),
+        number(epsilon_key, "norm.epsilon", epsilon),
         rotation or rope(10000.0),
         partial,
         *model_words(tied=tied, tokens=tokens),
@@ -249,7 +259,9 @@ def decoder_words(
     positions: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    ffn: int | None = None,
     epsilon: float = 1e-6,
+    epsilon_key: str = "rms_norm_eps",
     rotation: Words | None = None,
     partial: Words = WHOLE_HEADS,
     tied: bool = False,
@@ -257,6 +269,7 @@ def decoder_words(
 ) -> tuple[Words, ...]:
     """The same with grouped queries: num_key_value_heads (None: as many as heads), head_dim (None: hidden_size over heads)."""
     body = body_words(
-        positions=positions, epsilon=epsilon, rotation=rotation, partial=partial, tied=tied, tokens=tokens
-    )
+        positions=positions, ffn=ffn, epsilon=epsilon, epsilon_key=epsilon_key, rotation=rotation, partial=partial, tied=tied,
+        tokens=tokens,
+    )  # fmt: skip
     return (*body, heads(kv_heads, head_dim))

@@ -27,14 +27,21 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Words:
         if local_theta is None and full == windowed:
             return told
         if windowed[1] is not None:
-            raise NotExpressible(f"{CONFIG_NAME}: rope scaling of layers with a window alone is not supported: {windowed[1]}")
+            raise NotExpressible(
+                f"{CONFIG_NAME}: rope scaling of layers with a window alone is not supported: {windowed[1]}"
+            )
         return told | {"positions.local_theta": windowed[0]}
 
     def write(config: ModelConfig) -> Raw:
         positions = config.positions
-        old: dict[str, Any] = {"rope_theta": positions.theta, "rope_scaling": positions.scaling and dict(positions.scaling)}
+        old: dict[str, Any] = {
+            "rope_theta": positions.theta,
+            "rope_scaling": positions.scaling and dict(positions.scaling),
+        }
         own = {"rope_type": "default", **(positions.scaling or {}), "rope_theta": positions.theta}
-        windowed = own if positions.local_theta is None else {"rope_type": "default", "rope_theta": positions.local_theta}
+        windowed = (
+            own if positions.local_theta is None else {"rope_type": "default", "rope_theta": positions.local_theta}
+        )
         if local_theta is not None:
             old[_LOCAL] = positions.theta if positions.local_theta is None else positions.local_theta
         return old | {"rope_parameters": dict(zip(_KINDS, (own, windowed), strict=True))}

@@ -39,14 +39,29 @@ _COPIES = {
 }
 
 
-def with_mtp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """A table, and what its models have of these layers: each is like the last ordinary one. In Megatron they come before the head."""
+def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...]:
+    """A table, and what its models have of these layers: each is like the last ordinary one. In Megatron they come before the head.
+
+    hf_copies: whether Hugging Face's files hold embedding and head again with each.
+    """
+    copies = _COPIES if hf_copies else {"embed.weight": Copied("mtp", {"core": _COPIES["embed.weight"].names["core"]})}
     copied = [
-        replace(row, copies=(*row.copies, _COPIES[row.canonical])) if row.canonical in _COPIES else row for row in rows
+        replace(row, copies=(*row.copies, copies[row.canonical])) if row.canonical in copies else row for row in rows
     ]
     layer = (_as_mtp(row) for row in rows if row.stage == "layer")
     heads = [row for row in copied if row.canonical.startswith("head.")]
     return (*(row for row in copied if row not in heads), *_JOINT, *layer, *_END, *heads)
+
+
+UNCONVERTED_MTP = r"(model\.)?mtp.*"
+"""Names of such layers in files of architectures whose names for them in Megatron are not known."""
+
+
+def unconverted_mtp(config: ModelConfig) -> tuple[str, ...]:
+    """The notice that goes with these."""
+    if not (config.hf or {}).get("num_nextn_predict_layers"):
+        return ()
+    return ("the layers that predict further tokens (mtp) are not converted: they are in none of the output's files",)
 
 
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:

@@ -20,7 +20,9 @@ Places = tuple[str, str]
 """Hugging Face's words for the norms of attention and of the MLP."""
 
 
-def norms_at(attention: tuple[Row, ...], mlp: tuple[Row, ...], *, before: Places | None, after: Places) -> tuple[Row, ...]:
+def norms_at(
+    attention: tuple[Row, ...], mlp: tuple[Row, ...], *, before: Places | None, after: Places
+) -> tuple[Row, ...]:
     """Attention's and the MLP's rows with norms after them, and before them too or not at all (None)."""
     kept = [[row for row in rows if before or row.canonical not in _BEFORE] for rows in (attention, mlp)]
     names = dict(zip(_BEFORE, before or (), strict=False))

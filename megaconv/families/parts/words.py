@@ -49,12 +49,16 @@ HARMLESS = frozenset(
             "use_bfloat16",
             "_attn_implementation",
         ),
+        # in which precision experts are summed up: Megatron rounds as it does
+        "enable_moe_fp32_combine",
         # training alone
         *(
             "initializer_range",
             "initializer_factor",
             "attention_dropout",
             "hidden_dropout",
+            "residual_dropout",
+            "embedding_dropout",
             "resid_pdrop",
             "embd_pdrop",
         ),

@@ -91,7 +91,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     """
     check_arguments(args, found, legacy=legacy)
     told = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
-    told |= _layers_that_rotate(args, found["layers.count"])
+    told |= _rotating_layers(args, found)
     if found.get("experts.count"):
         told |= _experts(args)
     told |= found
@@ -158,6 +158,19 @@ def _positions(args: Namespace) -> dict[str, Any]:
     return told
 
 
+def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
+    """no_rope_freq counts the layers that don't rotate: every so many-th, or a 1 for each in a list."""
+    freq, layers = getattr(args, "no_rope_freq", None), found["layers.count"]
+    if not freq:
+        return {}
+    if isinstance(freq, list) and len(freq) != layers:
+        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq is about {len(freq)} layers, the model has {layers}")
+    if not isinstance(freq, list) and type(freq) is not int:
+        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq should be a number or a list, found {freq!r:.100}")
+    without = [layer for layer in range(layers) if (freq[layer] if isinstance(freq, list) else not (layer + 1) % freq)]
+    return {"layers.rotates": per_layer(without, layers, False, True)}
+
+
 def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     if not hasattr(args, "window_size"):
         return {}
@@ -170,18 +183,6 @@ def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
         layer for layer in range(layers) if (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern)
     ]
     return {"layers.window": per_layer(with_window, layers, size[0] + 1, None)}
-
-
-def _layers_that_rotate(args: Namespace, layers: int) -> dict[str, Any]:
-    """no_rope_freq names those that don't: every so many, or by a 1 in a list of all."""
-    said = getattr(args, "no_rope_freq", None)
-    if not said:
-        return {} if said is None and not hasattr(args, "no_rope_freq") else {"layers.rotates": True}
-    if type(said) is int:
-        said = [int((layer + 1) % said == 0) for layer in range(layers)]
-    if not isinstance(said, (list, tuple)) or len(said) != layers:
-        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq should say of each of {layers} layers, found {said!r:.100}")
-    return {"layers.rotates": per_layer([layer for layer in range(layers) if said[layer]], layers, False, True)}
 
 
 def _experts(args: Namespace) -> dict[str, Any]:
@@ -200,13 +201,15 @@ def _experts(args: Namespace) -> dict[str, Any]:
 
 def _mlp(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     told = _said(args, "activation_func_clamp_value", "glu_linear_offset")
-    names = ("quick_geglu", "swiglu", "bias_gelu_fusion", "openai_gelu")
+    names = ("squared_relu", "quick_geglu", "swiglu", "bias_gelu_fusion", "openai_gelu")
     if any(hasattr(args, name) for name in names) or not found["mlp.gated"]:
         told["mlp.activation"] = _activation(args, gated=found["mlp.gated"])
     return told
 
 
 def _activation(args: Namespace, *, gated: bool) -> str:
+    if getattr(args, "squared_relu", False):
+        return "relu2"
     if gated and getattr(args, "quick_geglu", False):
         return "quick_gelu"
     if gated and getattr(args, "swiglu", True):

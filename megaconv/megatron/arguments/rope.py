@@ -74,7 +74,9 @@ def read_scaling(args: Namespace) -> dict[str, Any] | None:
     if getattr(args, "position_embedding_type", "rope") == "yarn" or getattr(args, "enable_gpt_oss", False):
         return _read_yarn(args)
     factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
-    if isinstance(getattr(args, "rotary_base", None), (list, tuple)):  # only Megatron-Bridge's Gemma 3, which says it so
+    if isinstance(
+        getattr(args, "rotary_base", None), (list, tuple)
+    ):  # only Megatron-Bridge's Gemma 3, which says it so
         factor = None if args.rope_scaling_factor == 1 else args.rope_scaling_factor
     return {"rope_type": "linear", "factor": float(factor)} if factor else None
 

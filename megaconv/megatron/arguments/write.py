@@ -6,7 +6,7 @@ Megatron-LM, core 0.4 to 0.19.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaconv.errors import NotExpressible
@@ -49,12 +49,9 @@ def to_arguments(
 
     Raises NotExpressible for what Megatron has no words for.
     """
-    if config.attention.o_bias != config.mlp.bias or (config.attention.o_bias and not config.attention.qkv_bias):
-        raise NotExpressible(
-            "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set"
-        )
-    if legacy and (config.has("interleaved") or config.has("skips_rope")):
-        raise NotExpressible("Megatron's legacy models rotate the two halves of each head, in every layer; this model differs")
+    for refused, reason in _refusals(config, legacy=legacy):
+        if refused:
+            raise NotExpressible(reason)
     written = (
         _architecture(config)
         | encoder_arguments(config, transformer_impl, legacy=legacy)
@@ -69,6 +66,24 @@ def to_arguments(
     )
     left_out = _require_kept(config, written, allow_lossy=allow_lossy, legacy=legacy)
     return written | ({LEFT_OUT: left_out} if left_out else {})
+
+
+def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, why Megatron can't have it)."""
+    attention, mlp = config.attention, config.mlp
+    yield (
+        attention.o_bias != mlp.bias or (attention.o_bias and not attention.qkv_bias),
+        "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set",
+    )
+    yield (
+        config.has("rope gelu_tanh plain !mlp_bias !encoder"),
+        "the model has the approximate gelu in an MLP without biases; Megatron has it only fused with a bias",
+    )
+    yield (
+        legacy and (config.has("interleaved") or config.has("skips_rope")),
+        "the model has rotary positions of neighbouring elements, or not in all layers, which Megatron's legacy models don't "
+        "know: choose --saver core",
+    )
 
 
 def _require_kept(config: ModelConfig, written: Mapping[str, Any], *, allow_lossy: bool, legacy: bool) -> list[str]:
@@ -105,7 +120,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "gated_linear_unit": config.mlp.gated,
         "glu_linear_offset": config.mlp.offset,
         "activation_func_clamp_value": config.mlp.clamp,
-        "squared_relu": False,
+        "squared_relu": config.mlp.activation == "relu2",
         "openai_gelu": False,
         # The fused kernel computes the approximation: in Megatron this flag is part of what the model is.
         "bias_gelu_fusion": config.mlp.activation == "gelu_tanh",

@@ -1,0 +1,54 @@
+"""K-EXAONE: GLM-4.5's experts, norms on q and k; windows on most layers, and no rotation on the others."""
+
+from megaconv.families import Family
+from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
+from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_rows import in_core, renamed
+from megaconv.families.parts.decoder_words import (
+    LLAMA_LIKE,
+    MIXTURE,
+    SILU,
+    decoder_words,
+    layer_types,
+    windowed_layers,
+    windows_on,
+)
+from megaconv.families.parts.expert_words import mlp_layer_types, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.mtp import UNCONVERTED_MTP, unconverted_mtp
+from megaconv.families.parts.words import Fields, Raw, Words, need_size
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
+
+
+def _read_windows(raw: Raw) -> Fields:
+    """Where there is a window, layers without one don't rotate."""
+    layers, size = need_size(raw, "num_hidden_layers"), raw.get("sliding_window", 4096)
+    if not size:
+        return {}
+    step = need_size(raw, "sliding_window_pattern", 4)
+    windowed = windowed_layers(
+        raw, ["sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
+    )
+    return windows_on(raw, windowed, size) | {"layers.rotates": per_layer(windowed, layers, True, False)}
+
+
+def _write_windows(config: ModelConfig) -> Raw:
+    return {"sliding_window": config.window, "sliding_window_pattern": 4, "layer_types": layer_types(config)}
+
+
+_WORDS = (
+    *decoder_words(positions=2048, kv_heads=32, epsilon=1e-5, tokens=(1, 53, 0)),
+    *routed_experts(count=64, width=1024, count_key="num_experts"),
+    shared_experts(count=1, width=1024, key="num_shared_experts"),
+    mlp_layer_types(dense=1, older="first_k_dense_replace"),
+    *sigmoid_routing(scale=2.5, groups=1, group_topk=1),
+    Words(("sliding_window", "sliding_window_pattern", "layer_types"), _read_windows, _write_windows),
+)
+_NAMES = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
+
+FAMILY = Family(
+    "exaone_moe", ("ExaoneMoeForCausalLM",), "exaone_moe", in_core(renamed(UNPREDICTING, _NAMES)), words=_WORDS,
+    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only=SILU, ignored=(*IGNORED, UNCONVERTED_MTP),
+    features=("qk_norm",), recognized=f"{MIXTURE.replace('!skips_rope', 'skips_rope')} sigmoid_router",
+    notices=unconverted_mtp,
+)  # fmt: skip

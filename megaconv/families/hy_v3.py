@@ -1,0 +1,33 @@
+"""Hunyuan 3: GLM-4.5's experts under other names, norms on q and k."""
+
+from megaconv.families import Family
+from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
+from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_rows import in_core, renamed
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, rope
+from megaconv.families.parts.expert_words import mlp_layer_types, routed_experts, shared_experts
+from megaconv.families.parts.mtp import with_mtp, without_missing
+from megaconv.families.parts.words import count, number
+
+_NAMES = {
+    "mlp.gate.weight": "mlp.router.gate.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+    "shared_head.norm": "final_layernorm",
+}
+ROWS = in_core(renamed(with_mtp(UNPREDICTING, hf_copies=False), _NAMES))
+_WORDS = (
+    *decoder_words(positions=131072, kv_heads=8, head_dim=128, epsilon=1e-5, rotation=rope(11_158_840.0)),
+    *routed_experts(count=192, width=1536, count_key="num_experts"),
+    shared_experts(count=1, width=1536, key="num_shared_experts"),
+    mlp_layer_types(dense=1),
+    number("router_scaling_factor", "experts.scale", 2.826),
+    count("num_nextn_predict_layers", "mtp_layers"),
+)
+
+FAMILY = Family(
+    "hy_v3", ("HYV3ForCausalLM",), "hy_v3", ROWS, words=_WORDS,
+    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only={**SILU, "attention_bias": False, "mlp_bias": False},
+    ignored=IGNORED, features=("qk_norm",), complete=without_missing, recognized=None,
+)  # fmt: skip
+"""Not recognized: Megatron's arguments are a GLM 4.5's."""

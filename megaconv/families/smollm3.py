@@ -1,0 +1,57 @@
+"""SmolLM3: Llama with layers whose q and k don't rotate, usually every fourth."""
+
+from megaconv.errors import CorruptCheckpoint
+from megaconv.families import Family
+from megaconv.families.llama import BIASES, IGNORED
+from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_words import (
+    LLAMA_LIKE,
+    PLAIN,
+    SILU,
+    decoder_words,
+    layer_types,
+    rope,
+    windowed_layers,
+    windows_on,
+)
+from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, need_size
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
+
+
+def _read(raw: Raw) -> Fields:
+    """no_rope_layers has a 1 for a layer that rotates. Windows are on those that don't, unless layer_types says otherwise."""
+    layers, step = need_size(raw, "num_hidden_layers"), need_size(raw, "no_rope_layer_interval", 4)
+    rotates = raw.get("no_rope_layers") or [int((layer + 1) % step > 0) for layer in range(layers)]
+    if len(rotates) < layers:
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: no_rope_layers lists {len(rotates)} layers, the model has {layers}")
+    without = [layer for layer in range(layers) if not rotates[layer]]
+    found = {"layers.rotates": per_layer(without, layers, False, True)}
+    if not (raw.get("use_sliding_window") and raw.get("sliding_window")):
+        return found
+    kinds = ["sliding_attention" if layer in without else "full_attention" for layer in range(layers)]
+    return found | windows_on(raw, windowed_layers(raw, kinds), raw["sliding_window"])
+
+
+def _write(config: ModelConfig) -> Raw:
+    return {
+        "no_rope_layers": [int(kind.rotates) for kind in config.layers],
+        "use_sliding_window": config.has("windows"),
+        "sliding_window": config.window,
+        "layer_types": layer_types(config),
+    }
+
+
+_KEYS = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
+_WORDS = (
+    *decoder_words(positions=32768, kv_heads=4, rotation=rope(2e6), tied=True, tokens=(128000, 128001, 128004)),
+    Words(_KEYS, _read, _write),
+    BIASES,
+    flags("mlp_bias", ("mlp.bias",), default=False),
+)
+
+FAMILY = Family(
+    "smollm3", ("SmolLM3ForCausalLM",), "smollm3", in_core(LLAMA_ROWS), words=_WORDS, fixed=LLAMA_LIKE, only=SILU,
+    ignored=IGNORED, recognized=f"{PLAIN.replace('!skips_rope', 'skips_rope')} !qkv_alone !qk_norm",
+)  # fmt: skip

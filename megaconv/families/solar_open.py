@@ -1,0 +1,25 @@
+"""Solar Open: GLM-4.5's experts in every layer."""
+
+from megaconv.families import Family
+from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
+from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, partial_rotation, rope
+from megaconv.families.parts.expert_words import routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.words import flags
+
+_WORDS = (
+    *decoder_words(
+        positions=131072, kv_heads=8, head_dim=128, ffn=1280, epsilon=1e-5, rotation=rope(1e6), partial=partial_rotation(1.0)
+    ),
+    *routed_experts(count=128, width=1280),
+    shared_experts(count=1, width=1280),
+    *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
+    flags("attention_bias", ("attention.qkv_bias",), default=False),
+)  # fmt: skip
+
+FAMILY = Family(
+    "solar_open", ("SolarOpenForCausalLM",), "solar_open", in_core(UNPREDICTING), words=_WORDS,
+    fixed={**LLAMA_LIKE, **SIGMOID, "layers.mlp": "experts"}, only=SILU, ignored=IGNORED, recognized=None,
+)  # fmt: skip
+"""Not recognized: Megatron's arguments are a GLM 4.5's."""
