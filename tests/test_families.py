@@ -314,7 +314,7 @@ CASES = [
     Refused("gemma", {"hidden_act": "relu"}, {}, UnknownFamily, "hidden_act 'relu'"),
     Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
     Refused(
-        "gemma", {"architectures": ["Gemma2ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Gemma 2 and later"
+        "gemma", {"architectures": ["Gemma3nForCausalLM"]}, {}, UnknownFamily, "can't be converted: of Gemma 3, only"
     ),
     Refused("gemma", {"architectures": ["Llama4ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Llama 4"),
     Refused("gemma", {}, {"ep": 2}, LayoutError, "no experts"),

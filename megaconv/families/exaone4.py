@@ -43,7 +43,7 @@ _WORDS = (
     *decoder_words(positions=2048, kv_heads=32, epsilon=1e-5, tokens=(0, 2, None)),
     Words(_WINDOWS.keys, _read_layers, _write_layers),
 )
-_PLAIN = PLAIN.replace("!skips_rope ", "").replace("pre_norm", "output_norm")
+_PLAIN = PLAIN.replace(" !skips_rope", "").replace("pre_norm", "output_norm")
 
 FAMILY = Family(
     "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, words=_WORDS, only=SILU, ignored=IGNORED,
