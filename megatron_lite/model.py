@@ -46,6 +46,23 @@ class Plan:
 
 TRAINED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Families that this decoder is, by configuration."""
+NOT_COMPUTED = {
+    "interleaved": "rotary positions of neighbouring elements",
+    "skips_rope": "layers whose q and k don't rotate",
+    "relu2": "squared ReLU",
+    "zero_centered": "norms that multiply with their weight + 1",
+    "output_norm": "norms after its sublayers, not before them",
+    "sandwich_norm": "norms after its sublayers, too",
+    "wide_qk_norm": "norms of q and k over all heads",
+    "scaled_scores": "attention scores with a scale of their own",
+    "capped_scores": "capped attention scores",
+    "capped_logits": "capped logits",
+    "scaled_embedding": "a scaled embedding",
+    "two_ropes": "another base of rope in layers with a window",
+    "sinks": "attention sinks",
+    "clamped": "a clamped activation",
+}
+"""Features of a model that this decoder has no code for, whatever its family."""
 
 
 def make_plan(config: ModelConfig, layout: Layout, options: ModelOptions, ranks: TensorGroup) -> Plan:
@@ -56,6 +73,9 @@ def make_plan(config: ModelConfig, layout: Layout, options: ModelOptions, ranks:
         )
     if config.family not in TRAINED:
         raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
+    for feature, what in NOT_COMPUTED.items():
+        if config.has(feature):
+            raise NotExpressible(f"the model has {what}, which can't be trained yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     return Plan(config, options, ranks, rank_sizes(config, layout), rows)
 

@@ -37,7 +37,7 @@ MLP_KINDS: Raw = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
 EXPERT_WORDS: dict[str, Raw] = {
     "deepseek_v2": LATENT_WORDS,
     "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
-    "glm4_moe_lite": {**LATENT_WORDS, **MLP_KINDS},
+    "glm4_moe_lite": {**LATENT_WORDS, **MLP_KINDS, "head_dim": LATENT_WORDS["qk_rope_head_dim"]},
     "dots1": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
     "solar_open": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
     "hy_v3": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
@@ -83,7 +83,7 @@ OWN_WORDS: dict[str, Raw] = {
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
     "arcee": {"hidden_act": "relu2"},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
-    "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "head_dim": 4},  # hidden_size over heads
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
 }

@@ -12,6 +12,7 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, fields_of
 from tests.config_models import (
+    DEEPSEEKS,
     LLAMA_LIKE,
     SCALED,
     SCALINGS,
@@ -48,23 +49,23 @@ def as_transformers_has_it(raw: Raw) -> Any:
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
-    latent = latent_as_transformers_has_it(config) if raw["model_type"].startswith("deepseek") else {}
+    is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] == "glm4_moe_lite"
+    latent = latent_as_transformers_has_it(config) if is_latent else {}
     return {
         "layers.count": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "attention.heads": config.num_attention_heads,
-        "attention.kv_heads": config.num_key_value_heads,
+        "attention.kv_heads": config.num_key_value_heads or config.num_attention_heads,
         "attention.head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "mlp.ffn": config.intermediate_size,
+        "mlp.ffn": getattr(config, "intermediate_size", 1280),  # which a Solar Open need not say, without dense layers
         "vocab": config.vocab_size,
         "max_positions": config.max_position_embeddings,
-        "norm.epsilon": config.rms_norm_eps,
+        "norm.epsilon": getattr(config, EPSILON.get(config.model_type, "rms_norm_eps")),
         "positions.theta": rope.pop("rope_theta"),
         "positions.rotary_percent": rope.pop("partial_rotary_factor", 1.0),
         "positions.scaling": None if rope["rope_type"] == "default" else rope,
         "tie_embeddings": config.tie_word_embeddings,
-        "attention.o_bias": getattr(config, "attention_bias", False) and raw["model_type"] not in ("glm4_moe", "glm4"),
-        "mlp.bias": getattr(config, "mlp_bias", False),
+        **biases_as_transformers_has_them(config),
         "windows": windows,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": tuple(config.eos_token_id) if isinstance(config.eos_token_id, list) else config.eos_token_id,
@@ -95,6 +96,27 @@ def gemma_2_as_transformers_has_it(config: Any) -> Raw:
     return caps | {"attention.scale": None if scalar == config.head_dim else scale}
 
 
+EPSILON = {
+    "nemotron": "norm_eps",
+    "starcoder2": "norm_epsilon",
+    "stablelm": "layer_norm_eps",
+    "jais2": "layer_norm_eps",
+}
+
+
+def biases_as_transformers_has_them(config: Any) -> Raw:
+    """On q, k and v alone, on all of attention, or on everything, by one key or several."""
+    everywhere = getattr(config, "use_bias", False)
+    on_attention = everywhere or getattr(config, "attention_bias", config.model_type == "seed_oss")
+    only_inputs = config.model_type in ("glm", "glm4", "glm4_moe", "solar_open")
+    return {
+        "attention.o_bias": getattr(config, "attention_out_bias", on_attention and not only_inputs),
+        "mlp.bias": everywhere or getattr(config, "mlp_bias", False),
+        **({"attention.qkv_bias": config.attention_bias} if config.model_type in ("seed_oss", "glm", "jais2") else {}),
+        **({"attention.qkv_bias": config.use_qkv_bias} if config.model_type == "stablelm" else {}),
+    }
+
+
 def latent_as_transformers_has_it(config: Any) -> Raw:
     return {
         "attention.kv_heads": config.num_attention_heads,
@@ -120,15 +142,24 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
             "moe_layers": None,
         }
         return biases | experts | {"experts.per_token": config.num_experts_per_tok, "mlp.clamp": config.swiglu_limit}
-    if config.model_type in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
-        moe_layers = [layer for layer in layers if layer >= config.first_k_dense_replace]
+    if config.model_type in DEEPSEEKS:
+        moe_layers = [layer for layer in layers if layer >= getattr(config, "first_k_dense_replace", 0)]
+        if hasattr(config, "mlp_layer_types"):
+            moe_layers = [layer for layer in layers if config.mlp_layer_types[layer] == "sparse"]
+        if config.model_type == "ernie4_5_moe":
+            first, last = config.moe_layer_start_index, config.moe_layer_end_index
+            moe_layers = [layer for layer in layers if first <= layer <= last]
+        words = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        shared = next(getattr(config, word) for word in words if hasattr(config, word)) or 0
         more = {
-            "experts.count": config.n_routed_experts,
-            "experts.shared_ffn": config.n_shared_experts * config.moe_intermediate_size,
-            "experts.scale": config.routed_scaling_factor,
-            "attention.qkv_bias": config.attention_bias,
+            "experts.count": config.num_experts if hasattr(config, "num_experts") else config.n_routed_experts,
+            "experts.shared_ffn": shared * config.moe_intermediate_size,
+            "attention.qkv_bias": getattr(config, "attention_bias", False),
         }
-        if config.model_type != "deepseek_v2":
+        if config.model_type != "ernie4_5_moe":
+            factor = getattr(config, "router_scaling_factor", None)
+            more |= {"experts.scale": config.routed_scaling_factor if factor is None else factor}
+        if hasattr(config, "n_group") and config.model_type != "deepseek_v2":
             more |= {"experts.groups": config.n_group, "experts.group_topk": config.topk_group}
         if config.model_type == "glm4_moe":
             more |= {"attention.qk_norm": config.use_qk_norm}
@@ -147,7 +178,7 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
         "experts.per_token": config.num_experts_per_tok,
         "experts.ffn": config.moe_intermediate_size,
         "moe_layers": None if len(moe_layers) == len(layers) else tuple(moe_layers),
-        "experts.renormalize": config.norm_topk_prob,
+        "experts.renormalize": getattr(config, "norm_topk_prob", True),
     }
 
 
@@ -199,7 +230,8 @@ def test_a_complete_config_is_read_as_transformers_reads_it(name: str, words: An
 @pytest.mark.parametrize("name", LLAMA_LIKE)
 def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(name: str) -> None:
     raw = raw_config(name, hidden_size=64, num_attention_heads=32)
-    needed = (*NEEDED, "num_experts_per_tok") if name == "deepseek_v2" else NEEDED
+    more = {"deepseek_v2": ("num_experts_per_tok",), "dots1": ("num_experts_per_tok", "n_routed_experts")}
+    needed = (*NEEDED, *more.get(name, ()))
     assert_read_alike({key: raw[key] for key in needed})
 
 
@@ -217,7 +249,11 @@ TRANSFORMERS_CANNOT = (
     *((name, "num_key_value_heads") for name in ("exaone4", "gemma2", "gemma3_text", "glm4", "minimax_m2")),
     *((name, "head_dim") for name in ("gemma2", "gemma3_text", "glm4", "minimax_m2")),
     ("exaone4", "sliding_window"),  # without layer_types beside it
-    ("glm4", "eos_token_id"),  # for its own three, which have nothing to do with what is computed
+    *((name, "num_key_value_heads") for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")),
+    *((name, "num_key_value_heads") for name in ("glm4_moe_lite", "stablelm", "starcoder2")),
+    *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
+    ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
+    *((name, "eos_token_id") for name in ("glm", "glm4")),  # for which its class has tokens of its own
 )
 
 
@@ -345,10 +381,12 @@ def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config:
         config = changed(config, {"attention.heads": heads, "hidden": heads * config.hidden})
     if config.family.startswith("gemma"):
         config = changed(config, {"embedding_scale": config.hidden**0.5})
+    if config.family == "stablelm":
+        config = changed(config, {"hidden": config.attention.heads * config.attention.head_dim})
+    if config.family in ("glm", "glm4"):  # whose class has tokens of its own where the key is null
+        config = changed(config, {"eos_token_id": 2})
     theirs = as_transformers_has_it(family(config.family).write_hf(config))
     ours = as_we_have_it(config)
-    if config.family == "glm4":
-        del theirs["eos_token_id"]  # see TRANSFORMERS_CANNOT
     if config.family == "qwen2":
         theirs["attention.head_dim"] = ours["attention.head_dim"]
     assert {name: ours[name] for name in theirs} == theirs

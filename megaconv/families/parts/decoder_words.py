@@ -78,7 +78,7 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
             )
         if not own_size and hidden % count:
             raise CorruptCheckpoint(f"{CONFIG_NAME}: num_attention_heads {count} doesn't divide hidden_size {hidden}")
-        each = (raw.get("head_dim") if own_size else None) or head_dim or hidden // count
+        each = (raw.get("head_dim", head_dim) if own_size else None) or hidden // count
         return {"attention.heads": count, "attention.kv_heads": groups, "attention.head_dim": each}
 
     def write(config: ModelConfig) -> Raw:

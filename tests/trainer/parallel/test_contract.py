@@ -1,6 +1,7 @@
 """The model's parameters are the family table's: names and shapes of every rank, at every layout."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,31 @@ def test_every_family_that_can_be_trained_is_compared() -> None:
 def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> None:
     model = replace(MODELS["qwen3"], family=family)
     with pytest.raises(NotExpressible, match=f"a {family} can't be trained yet"):
+        make_plan(model, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"positions.interleaved": True}, "rotary positions of neighbouring elements"),
+        ({"layers.rotates": (True, True, True, False)}, "layers whose q and k don't rotate"),
+        ({"mlp.activation": "relu2"}, "squared ReLU"),
+        ({"norm.zero_centered": True}, r"norms that multiply with their weight \+ 1"),
+        ({"norm.place": "after"}, "norms after its sublayers, not before them"),
+        ({"norm.place": "both"}, "norms after its sublayers, too"),
+        ({"attention.qk_norm": True, "attention.qk_norm_width": "all"}, "norms of q and k over all heads"),
+        ({"attention.scale": 0.5}, "attention scores with a scale of their own"),
+        ({"attention.score_cap": 50.0}, "capped attention scores"),
+        ({"head.logit_cap": 30.0}, "capped logits"),
+        ({"embedding_scale": 8.0}, "a scaled embedding"),
+        ({"layers.window": 7, "positions.local_theta": 100.0}, "another base of rope in layers with a window"),
+        ({"attention.sinks": True}, "attention sinks"),
+        ({"mlp.clamp": 7.0}, "a clamped activation"),
+    ],
+)
+def test_what_this_decoder_does_not_compute_is_refused_by_name(fields: dict[str, Any], what: str) -> None:
+    model = changed(MODELS["llama"], {"layers.count": 4, **fields})
+    with pytest.raises(NotExpressible, match=f"the model has {what}, which can't be trained yet"):
         make_plan(model, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
 
 
