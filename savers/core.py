@@ -53,7 +53,27 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             header.config.embedding_scale,
         )
     table = family(header.config.family)
-    return replace(planned, notices=(*planned.notices, *table.notices(header.config)))
+    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config))
+    return replace(planned, notices=notices)
+
+
+_NOT_IN_CORE = {
+    "output_norm": "norms after sublayers",
+    "sandwich_norm": "norms after sublayers",
+    "wide_qk_norm": "norms of q and k over all heads",
+    "capped_scores": "capped attention scores",
+    "capped_logits": "capped logits",
+    "two_ropes": "a second base of rope",
+}
+"""Feature of a model -> what Megatron core would need for it."""
+
+
+def _modules_of_others(config: ModelConfig) -> tuple[str, ...]:
+    lacking = [what for feature, what in _NOT_IN_CORE.items() if config.has(feature)]
+    if not lacking:
+        return ()
+    built = "the model has to be built with Megatron-Bridge's or others; names in the checkpoint are Megatron-Bridge's"
+    return (f"Megatron core has no modules for {', '.join(lacking)}: {built}",)
 
 
 def _check(options: SaveOptions) -> None:

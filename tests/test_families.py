@@ -324,15 +324,23 @@ CASES = [
     Refused("stablelm", {"use_parallel_residual": True}, {}, UnknownFamily, "use_parallel_residual True"),
     Refused("stablelm", {"qk_layernorm": True}, {}, UnknownFamily, "qk_layernorm True"),
     Refused("starcoder2", {"use_bias": False}, {}, NotExpressible, "approximate gelu in an MLP without biases"),
-    Refused("dots1", {"norm_topk_prob": False}, {}, NotExpressible, "sigmoid router makes the experts' weights sum up to 1"),
+    Refused(
+        "dots1", {"norm_topk_prob": False}, {}, NotExpressible, "sigmoid router makes the experts' weights sum up to 1"
+    ),
     Refused("hy_v3", {"mlp_bias": True}, {}, UnknownFamily, "mlp_bias True"),
-    Refused("smollm3", {"no_rope_layers": [1]}, {}, CorruptCheckpoint, "no_rope_layers lists 1 layers, the model has 3"),
+    Refused(
+        "smollm3", {"no_rope_layers": [1]}, {}, CorruptCheckpoint, "no_rope_layers lists 1 layers, the model has 3"
+    ),
     Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
     Refused(
         "gemma", {"architectures": ["Gemma3nForCausalLM"]}, {}, UnknownFamily, "can't be converted: of Gemma 3, only"
     ),
     Refused("gemma", {"architectures": ["Llama4ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Llama 4"),
     Refused("gemma", {}, {"ep": 2}, LayoutError, "no experts"),
+    Refused("gemma2", {"hidden_activation": "gelu"}, {}, UnknownFamily, "hidden_activation 'gelu'"),
+    Refused("gemma3_text", {"attn_logit_softcapping": 50.0}, {}, UnknownFamily, "attn_logit_softcapping 50.0"),
+    Refused("olmoe", {"clip_qkv": 8.0}, {}, UnknownFamily, "clip_qkv 8.0"),
+    Refused("olmo2", {"num_key_value_heads": 2}, {"tp": 4}, LayoutError, "not where k is normed over all heads"),
 ]
 
 
@@ -349,6 +357,9 @@ def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
         "hidden_act",
         "use_bidirectional_attention",
         "swiglu_alpha",
+        "hidden_activation",
+        "attn_logit_softcapping",
+        "clip_qkv",
     }
     at_reading = {"architectures", *plain} & set(case.words)
     hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.words)
@@ -404,16 +415,52 @@ def test_layers_that_predict_further_tokens_and_stay_behind_are_pointed_out(fami
     assert "(mtp) are not converted" in notices[-1]
 
 
-def test_a_gemma_is_told_by_its_arguments_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_a_gemma_is_told_by_its_arguments_alone(family: str, tmp_path: Path) -> None:
     import shutil
 
-    hf = write_model(tmp_path / "hf", "gemma")
+    hf = write_model(tmp_path / "hf", family)
     megaconv.convert(hf, tmp_path / "core", saver="core", tp=2)
     shutil.rmtree(tmp_path / "core" / "hf")
     found: ModelConfig = open_checkpoint(tmp_path / "core").config
     wanted = open_checkpoint(hf).config
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     assert found == changed(wanted, tokens)
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_norms_over_all_heads_are_told_even_where_a_rank_has_one_head(ckpt_format: str, tmp_path: Path) -> None:
+    """Its share of the norm is then as wide as a norm of each head would be."""
+    import shutil
+
+    hf = write_model(tmp_path / "hf", "olmo2")
+    megaconv.convert(hf, tmp_path / "core", saver="core", tp=4, ckpt_format=ckpt_format)
+    shutil.rmtree(tmp_path / "core" / "hf")
+    assert open_checkpoint(tmp_path / "core").config.family == "olmo2"
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf")
+    assert_same(tmp_path / "back", hf)
+
+
+@pytest.mark.parametrize(
+    ("family", "lacks"),
+    [
+        ("gemma2", "norms after sublayers, capped attention scores, capped logits"),
+        ("gemma3_text", "norms after sublayers, a second base of rope"),
+        ("olmo2", "norms after sublayers, norms of q and k over all heads"),
+        ("minimax_m2", "norms of q and k over all heads"),
+        ("qwen3_moe", ""),
+    ],
+)
+def test_what_megatron_core_has_no_modules_for_is_pointed_out(family: str, lacks: str, tmp_path: Path) -> None:
+    notices = megaconv.convert(write_model(tmp_path / "hf", family), tmp_path / "core", saver="core").notices
+    assert [notice for notice in notices if "modules" in notice] == (
+        [
+            f"Megatron core has no modules for {lacks}: the model has to be built with Megatron-Bridge's or others; names in the "
+            "checkpoint are Megatron-Bridge's"
+        ]
+        if lacks
+        else []
+    )
 
 
 def test_a_gpt_oss_is_told_by_its_arguments_and_tensors_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -249,7 +249,10 @@ TRANSFORMERS_CANNOT = (
     *((name, "num_key_value_heads") for name in ("exaone4", "gemma2", "gemma3_text", "glm4", "minimax_m2")),
     *((name, "head_dim") for name in ("gemma2", "gemma3_text", "glm4", "minimax_m2")),
     ("exaone4", "sliding_window"),  # without layer_types beside it
-    *((name, "num_key_value_heads") for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")),
+    *(
+        (name, "num_key_value_heads")
+        for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")
+    ),
     *((name, "num_key_value_heads") for name in ("glm4_moe_lite", "stablelm", "starcoder2")),
     *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0

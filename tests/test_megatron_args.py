@@ -1,7 +1,6 @@
 """Megatron's arguments for any configuration, and back."""
 
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,7 +143,13 @@ def test_neighbours_that_rotate_together_make_another_model_of_a_llama() -> None
 
 @pytest.mark.parametrize(
     ("freq", "rotates"),
-    [(None, True), (0, True), (2, (True, False, True, False)), ([0, 0, 0, 1], (True, True, True, False)), ([0] * 4, True)],
+    [
+        (None, True),
+        (0, True),
+        (2, (True, False, True, False)),
+        ([0, 0, 0, 1], (True, True, True, False)),
+        ([0] * 4, True),
+    ],
 )
 def test_layers_that_do_not_rotate_are_counted_as_megatron_counts_them(freq: object, rotates: object) -> None:
     args = Namespace(**(arguments(LLAMA) | {"no_rope_freq": freq}))
@@ -162,7 +167,9 @@ def test_layers_that_do_not_rotate_have_to_be_layers_of_the_model(freq: object, 
 
 def test_an_approximate_gelu_without_biases_is_refused() -> None:
     """Megatron core fuses it with the bias, and asks for one."""
-    config = changed(read(raw_config("starcoder2")), dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), False))
+    config = changed(
+        read(raw_config("starcoder2")), dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), False)
+    )
     with pytest.raises(NotExpressible, match="the approximate gelu in an MLP without biases"):
         arguments(config)
 
@@ -171,6 +178,45 @@ def test_an_approximate_gelu_without_biases_is_refused() -> None:
 def test_rotations_that_legacy_models_do_not_know_are_refused_for_them(family: str) -> None:
     with pytest.raises(NotExpressible, match="Megatron's legacy models don't know: choose --saver core"):
         arguments(read(raw_config(family)), legacy=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "lacking", "message"),
+    [
+        ("gemma2", "attn_logit_softcapping", "attn_logit_softcapping; give --config"),
+        ("gemma2", "final_logit_softcapping", "final_logit_softcapping; give --config"),
+        ("gemma3_text", "rotary_base", "rotary_base as a pair; give --config"),
+    ],
+)
+def test_what_megatron_has_no_argument_for_is_never_guessed(family: str, lacking: str, message: str) -> None:
+    config = read(raw_config(family))
+    args = arguments(config)
+    del args[lacking]
+    with pytest.raises(CorruptCheckpoint, match=message):
+        from_arguments(Namespace(**args), found_in_tensors(config))
+
+
+def test_a_base_of_rope_alone_is_not_that_of_both_kinds_of_layers() -> None:
+    config = read(raw_config("gemma3_text"))
+    with pytest.raises(CorruptCheckpoint, match="rotary_base as a pair"):
+        from_arguments(Namespace(**arguments(config) | {"rotary_base": 1e6}), found_in_tensors(config))
+
+
+def test_the_scale_of_scores_is_read_as_core_and_as_megatron_bridges_gemma_2_say_it() -> None:
+    config = read(
+        raw_config("gemma2", query_pre_attn_scalar=7, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    )
+    args = arguments(config)
+    assert (args["softmax_scale"], args["query_pre_attn_scalar"]) == (7**-0.5, 7)
+    del args["softmax_scale"]
+    found = from_arguments(Namespace(**args), found_in_tensors(config))
+    assert found.attention.scale == config.attention.scale
+
+
+@pytest.mark.parametrize("value", ["0.1", True, -1.0])
+def test_a_scale_that_is_no_positive_number_is_refused(value: object) -> None:
+    with pytest.raises(CorruptCheckpoint, match="softmax_scale should be a positive number"):
+        from_arguments(Namespace(**(arguments(LLAMA) | {"softmax_scale": value})), found_in_tensors(LLAMA))
 
 
 def test_heads_that_rotate_in_part_do_not_become_a_llama() -> None:

@@ -19,6 +19,7 @@ from megaconv.engine.stream import ArrayTensor, as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch
 from tests.models import write_llama
 from tests.runs import assert_refused, run
+from tests.test_families import write_model
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -157,7 +158,7 @@ def quantize(model: Path, block: int = 8) -> dict[str, torch.Tensor]:
     stored, meant = {}, {}
     for name, tensor in load_file(model / "model.safetensors").items():
         stored[name], meant[name] = tensor, tensor.float()
-        if "_proj" in name:
+        if "_proj" in name or ".experts." in name:
             rows, cols = tensor.shape
             scales = (
                 torch.rand(-(-rows // block), -(-cols // block), generator=torch.Generator().manual_seed(rows)) + 0.5
@@ -186,6 +187,17 @@ def test_a_quantized_model_becomes_a_plain_one_in_the_dtype_asked_for(
         assert_same(found[name], tensor.to(getattr(torch, dtype)))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["torch_dtype"], config.get("quantization_config")) == (dtype, None)
+
+
+def test_a_minimax_m2_in_fp8_as_it_is_shipped_becomes_a_plain_one(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "minimax_m2")
+    meant = quantize(model)
+    megaconv.convert(model, tmp_path / "core", saver="core", tp=2, ep=2)
+    megaconv.convert(tmp_path / "core", tmp_path / "hf", saver="hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == meant.keys()
+    for name, tensor in meant.items():
+        assert_same(found[name], tensor.bfloat16())
 
 
 def test_quantized_weights_need_no_torch_and_little_memory_to_convert(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any
     if (legacy and written) or (scale is not None and config.latent.kv_rank):
         models = "legacy models" if legacy else "latent attention"
         raise NotExpressible(f"Megatron's {models} can't have {', '.join(written)}, which the model needs: {written}")
-    if "attention.score_cap" in written:
-        written["query_pre_attn_scalar"] = config.attention.head_dim if scale is None else scale**-2
+    if "attn_logit_softcapping" in written:
+        written["query_pre_attn_scalar"] = config.attention.head_dim if scale is None else round(scale**-2, 9)
     return written | ({QK_NORM_WIDTH: "all"} if config.has("wide_qk_norm") else {})
 
 
