@@ -316,9 +316,13 @@ CASES = [
     Refused("stablelm", {"use_parallel_residual": True}, {}, UnknownFamily, "use_parallel_residual True"),
     Refused("stablelm", {"qk_layernorm": True}, {}, UnknownFamily, "qk_layernorm True"),
     Refused("starcoder2", {"use_bias": False}, {}, NotExpressible, "approximate gelu in an MLP without biases"),
-    Refused("dots1", {"norm_topk_prob": False}, {}, NotExpressible, "sigmoid router makes the experts' weights sum up to 1"),
+    Refused(
+        "dots1", {"norm_topk_prob": False}, {}, NotExpressible, "sigmoid router makes the experts' weights sum up to 1"
+    ),
     Refused("hy_v3", {"mlp_bias": True}, {}, UnknownFamily, "mlp_bias True"),
-    Refused("smollm3", {"no_rope_layers": [1]}, {}, CorruptCheckpoint, "no_rope_layers lists 1 layers, the model has 3"),
+    Refused(
+        "smollm3", {"no_rope_layers": [1]}, {}, CorruptCheckpoint, "no_rope_layers lists 1 layers, the model has 3"
+    ),
     Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
     Refused(
         "gemma", {"architectures": ["Gemma2ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Gemma 2 and later"

@@ -221,7 +221,10 @@ TRANSFORMERS_CANNOT = (
     ("gemma", "head_dim"),
     ("gpt_oss", "num_key_value_heads"),
     ("gpt_oss", "head_dim"),
-    *((name, "num_key_value_heads") for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")),
+    *(
+        (name, "num_key_value_heads")
+        for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")
+    ),
     *((name, "num_key_value_heads") for name in ("glm4_moe_lite", "stablelm", "starcoder2")),
     *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0

@@ -1,7 +1,6 @@
 """Megatron's arguments for any configuration, and back."""
 
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,7 +143,13 @@ def test_neighbours_that_rotate_together_make_another_model_of_a_llama() -> None
 
 @pytest.mark.parametrize(
     ("freq", "rotates"),
-    [(None, True), (0, True), (2, (True, False, True, False)), ([0, 0, 0, 1], (True, True, True, False)), ([0] * 4, True)],
+    [
+        (None, True),
+        (0, True),
+        (2, (True, False, True, False)),
+        ([0, 0, 0, 1], (True, True, True, False)),
+        ([0] * 4, True),
+    ],
 )
 def test_layers_that_do_not_rotate_are_counted_as_megatron_counts_them(freq: object, rotates: object) -> None:
     args = Namespace(**(arguments(LLAMA) | {"no_rope_freq": freq}))
@@ -162,7 +167,9 @@ def test_layers_that_do_not_rotate_have_to_be_layers_of_the_model(freq: object, 
 
 def test_an_approximate_gelu_without_biases_is_refused() -> None:
     """Megatron core fuses it with the bias, and asks for one."""
-    config = changed(read(raw_config("starcoder2")), dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), False))
+    config = changed(
+        read(raw_config("starcoder2")), dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), False)
+    )
     with pytest.raises(NotExpressible, match="the approximate gelu in an MLP without biases"):
         arguments(config)
 

@@ -29,7 +29,7 @@ def _read_windows(raw: Raw) -> Fields:
     windowed = windowed_layers(
         raw, ["sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
     )
-    return windows_on(raw, windowed, size) | {"layers.rotates": per_layer(windowed, layers, True, False)}
+    return {**windows_on(raw, windowed, size), "layers.rotates": per_layer(windowed, layers, True, False)}
 
 
 def _write_windows(config: ModelConfig) -> Raw:

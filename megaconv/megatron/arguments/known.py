@@ -31,7 +31,8 @@ _READ = """
     apply_residual_connection_post_layernorm window_size window_attn_skip_freq
     swiglu quick_geglu openai_gelu squared_relu bias_gelu_fusion glu_linear_offset activation_func_clamp_value
     position_embedding_type use_rotary_position_embeddings relative_attention_max_distance
-    rotary_base rotary_percent rotary_interleaved no_rope_freq rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
+    rotary_base rotary_percent rotary_interleaved no_rope_freq
+    rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
