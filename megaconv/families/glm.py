@@ -3,14 +3,13 @@
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words, partial_rotation
 from megaconv.families.parts.words import flags
 from megaconv.model.table import Fused
 
-_GATE_UP = "layers.{l}.mlp.{gate|up}.weight"
-_FUSED = {_GATE_UP: Fused("model.layers.{l}.mlp.gate_up_proj.weight")}
-ROWS = tuple(row.renamed(hf=_FUSED.get(row.canonical, row.names["hf"])) for row in in_core(LLAMA_ROWS))
+_FUSED = {"layers.{l}.mlp.{gate|up}.weight": {"hf": Fused("model.layers.{l}.mlp.gate_up_proj.weight")}}
+ROWS = in_core(respelled(LLAMA_ROWS, _FUSED))
 
 _WORDS = (
     *decoder_words(
