@@ -66,7 +66,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {**EXPERTS, "moe_k": 2, "moe_num_experts": 4},
     "exaone_moe": EXPERTS,
     "hy_v3": {**EXPERTS, "num_nextn_predict_layers": 1},
-    "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1},
+    "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1, "head_dim": LATENT["qk_rope_head_dim"]},
     "dots1": {**DEEPSEEK, "norm_topk_prob": True},
     "stablelm": {},
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
@@ -178,7 +178,9 @@ def test_stacked_experts_are_read_and_come_back_as_transformers_saves_them(famil
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "glm4_moe", "glm4_moe_lite", "dots1", "exaone_moe", "hy_v3", "ernie4_5_moe"]
+)
 def test_what_transformers_saves_stacked_is_the_same_model(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -47,10 +47,10 @@ class Catalogue:
                 yield f"  {name:<13} {entry.description}"
                 for key, meaning in entry.options.items():
                     yield f"                --option {key}=...: {meaning}"
-        yield "families      " + "".join(f"{naming:<12}" for naming in NAMINGS)
+        yield "families        " + "".join(f"{naming:<12}" for naming in NAMINGS)
         for name, cells in self.matrix.items():
             words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS)
-            yield f"  {name:<11} {''.join(words)} {', '.join(self.families[name])}"
+            yield f"  {name:<13} {''.join(words)} {', '.join(self.families[name])}"
 
 
 def catalogue() -> Catalogue:

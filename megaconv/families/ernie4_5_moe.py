@@ -5,9 +5,9 @@ is converted, and `notices` says so.
 """
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import UNPREDICTING
+from megaconv.families.glm4_moe import ROUTER_BIAS, UNPREDICTING
 from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope
 from megaconv.families.parts.expert_words import routed_experts, shared_experts
 from megaconv.families.parts.mtp import UNCONVERTED_MTP, unconverted_mtp
@@ -17,8 +17,11 @@ from megaconv.model.fields import per_layer
 from megaconv.model.table import Transposed
 
 # [1, experts] in the files, where Megatron has a vector.
-_BIAS = Transposed("model.layers.{l}.mlp.moe_statics.e_score_correction_bias")
-ROWS = tuple(row.renamed(hf=_BIAS) if row.when == "moe router_bias" else row for row in in_core(UNPREDICTING))
+_BIAS = {
+    "hf": Transposed("model.layers.{l}.mlp.moe_statics.e_score_correction_bias"),
+    "hf_stacked": Transposed("model.layers.{l}.mlp.gate.moe_statics.e_score_correction_bias"),
+}
+ROWS = in_core(respelled(UNPREDICTING, {ROUTER_BIAS.canonical: _BIAS}))
 
 
 def _read_layers(raw: Raw) -> Fields:

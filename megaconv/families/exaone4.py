@@ -6,13 +6,14 @@ from typing import Any
 
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_rows import in_core
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words, layer_types, windows_by_layer
 from megaconv.families.parts.norm_places import norms_at
 from megaconv.families.parts.words import Fields, Raw, Words, need_size
 from megaconv.model.config import ModelConfig
 
 _LAYER = norms_at(ATTENTION, MLP, before=None, after=("post_attention_layernorm", "post_feedforward_layernorm"))
-ROWS = (EMBEDDING.without("legacy", "meta"), *_LAYER, *(row.without("legacy", "meta") for row in HEAD))
+ROWS = in_core((EMBEDDING, *_LAYER, *HEAD))
 
 _PATTERN = "sliding_window_pattern"
 _WINDOWS = windows_by_layer(4096, full_every=4, pattern=(_PATTERN,))

@@ -1,9 +1,9 @@
 """K-EXAONE: GLM-4.5's experts, norms on q and k; windows on most layers, and no rotation on the others."""
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
+from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID, UNPREDICTING
 from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_rows import in_core, renamed
+from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import (
     LLAMA_LIKE,
     MIXTURE,
@@ -29,7 +29,7 @@ def _read_windows(raw: Raw) -> Fields:
     windowed = windowed_layers(
         raw, ["sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
     )
-    return windows_on(raw, windowed, size) | {"layers.rotates": per_layer(windowed, layers, True, False)}
+    return {**windows_on(raw, windowed, size), "layers.rotates": per_layer(windowed, layers, True, False)}
 
 
 def _write_windows(config: ModelConfig) -> Raw:
@@ -44,10 +44,12 @@ _WORDS = (
     *sigmoid_routing(scale=2.5, groups=1, group_topk=1),
     Words(("sliding_window", "sliding_window_pattern", "layer_types"), _read_windows, _write_windows),
 )
-_NAMES = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
+_MLP = "model.layers.{l}.mlp."
+_BIAS = {"hf": _MLP + "e_score_correction_bias", "hf_stacked": _MLP + "gate.e_score_correction_bias"}
+ROWS = in_core(respelled(UNPREDICTING, {ROUTER_BIAS.canonical: _BIAS}))
 
 FAMILY = Family(
-    "exaone_moe", ("ExaoneMoeForCausalLM",), "exaone_moe", in_core(renamed(UNPREDICTING, _NAMES)), words=_WORDS,
+    "exaone_moe", ("ExaoneMoeForCausalLM",), "exaone_moe", ROWS, words=_WORDS,
     fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only=SILU, ignored=(*IGNORED, UNCONVERTED_MTP),
     features=("qk_norm",), recognized=f"{MIXTURE.replace('!skips_rope', 'skips_rope')} sigmoid_router",
     notices=unconverted_mtp,

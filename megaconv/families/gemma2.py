@@ -6,6 +6,7 @@ Megatron core has no modules for these norms and caps; Megatron-Bridge's Gemma 2
 from megaconv.families import Family
 from megaconv.families.gemma import DECODER_ONLY
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_rows import in_core
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, decoder_words, windows_by_layer
 from megaconv.families.parts.norm_places import norms_at
 from megaconv.families.parts.words import Fields, Raw, Words, choice, follows, maybe_number, need_size
@@ -15,7 +16,7 @@ _LAYER = norms_at(
     ATTENTION, MLP,
     before=("input_layernorm", "pre_feedforward_layernorm"), after=("post_attention_layernorm", "post_feedforward_layernorm"),
 )  # fmt: skip
-ROWS = (EMBEDDING.without("legacy", "meta"), *_LAYER, *(row.without("legacy", "meta") for row in HEAD))
+ROWS = in_core((EMBEDDING, *_LAYER, *HEAD))
 
 _SCALAR = "query_pre_attn_scalar"
 

@@ -3,16 +3,15 @@
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words, partial_rotation
 from megaconv.families.parts.words import flags
 from megaconv.model.table import Fused
 
-_GATE_UP = "layers.{l}.mlp.{gate|up}.weight"
-_FUSED = {_GATE_UP: Fused("model.layers.{l}.mlp.gate_up_proj.weight")}
-ROWS = tuple(row.renamed(hf=_FUSED.get(row.canonical, row.names["hf"])) for row in in_core(LLAMA_ROWS))
+GATE_UP = {"layers.{l}.mlp.{gate|up}.weight": {"hf": Fused("model.layers.{l}.mlp.gate_up_proj.weight")}}
+ROWS = in_core(respelled(LLAMA_ROWS, GATE_UP))
 
-_WORDS = (
+GLM_WORDS = (
     *decoder_words(
         positions=131072, kv_heads=2, head_dim=128, epsilon=1.5625e-07, partial=partial_rotation(0.5),
         tokens=(None, (151329, 151336, 151338), 151329),
@@ -21,6 +20,6 @@ _WORDS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "glm", ("GlmForCausalLM",), "glm", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU,
+    "glm", ("GlmForCausalLM",), "glm", ROWS, words=GLM_WORDS, fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU,
     ignored=IGNORED, recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} qkv_alone",
 )  # fmt: skip

@@ -1,21 +1,27 @@
 """Hunyuan 3: GLM-4.5's experts under other names, norms on q and k."""
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
+from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID, UNPREDICTING
 from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_rows import in_core, renamed
+from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, rope
 from megaconv.families.parts.expert_words import mlp_layer_types, routed_experts, shared_experts
 from megaconv.families.parts.mtp import with_mtp, without_missing
 from megaconv.families.parts.words import count, number
 
+_MLP = "model.layers.{l}.mlp."
+_SHARED = "shared_mlp.{gate_proj|up_proj}.weight", "shared_experts.{gate_proj|up_proj}.weight"
 _NAMES = {
-    "mlp.gate.weight": "mlp.router.gate.weight",
-    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
-    "mlp.shared_experts.": "mlp.shared_mlp.",
-    "shared_head.norm": "final_layernorm",
+    "layers.{l}.mlp.router.weight": {"hf": _MLP + "router.gate.weight"},
+    ROUTER_BIAS.canonical: {"hf": _MLP + "expert_bias", "hf_stacked": _MLP + "e_score_correction_bias"},
+    "layers.{l}.mlp.shared.{gate|up}.weight": {"hf": _MLP + _SHARED[0], "hf_stacked": _MLP + _SHARED[1]},
+    "layers.{l}.mlp.shared.down.weight": {
+        "hf": _MLP + "shared_mlp.down_proj.weight",
+        "hf_stacked": _MLP + "shared_experts.down_proj.weight",
+    },
 }
-ROWS = in_core(renamed(with_mtp(UNPREDICTING, hf_copies=False), _NAMES))
+_MTP_NAMES = {"mtp.{l}.final_norm.weight": {"hf": "model.layers.{l}.final_layernorm.weight"}}
+ROWS = in_core(respelled(with_mtp(respelled(UNPREDICTING, _NAMES), hf_copies=False), _MTP_NAMES))
 _WORDS = (
     *decoder_words(positions=131072, kv_heads=8, head_dim=128, epsilon=1e-5, rotation=rope(11_158_840.0)),
     *routed_experts(count=192, width=1536, count_key="num_experts"),

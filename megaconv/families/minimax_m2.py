@@ -1,17 +1,21 @@
-"""MiniMax M2: Mixtral's words, experts routed by sigmoid with a bias, norms of q and k over all heads; FP8 as shipped."""
+"""MiniMax M2: Mixtral's words, experts routed by sigmoid with a bias, norms of q and k over all heads; FP8 as shipped.
+
+Megatron core has no modules for these norms; Megatron-Bridge's MiniMax M2 has. Further tokens' layers are in no file of transformers'.
+"""
 
 from megaconv.families import Family
 from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID
 from megaconv.families.llama import IGNORED
 from megaconv.families.mixtral import EXPERTS_WIDTH
 from megaconv.families.mixtral import ROWS as MIXTRAL_ROWS
+from megaconv.families.parts.decoder_rows import in_core
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope, rotary_percent
 from megaconv.families.parts.norm_places import normed_over_all_heads
 from megaconv.families.parts.words import Fields, Raw, Words, need_size, size
 from megaconv.model.config import ModelConfig
 
 _BIAS = ROUTER_BIAS.renamed(hf="model.layers.{l}.block_sparse_moe.e_score_correction_bias")
-ROWS = tuple(row.without("legacy", "meta") for row in (*normed_over_all_heads(MIXTRAL_ROWS), _BIAS))
+ROWS = in_core((*normed_over_all_heads(MIXTRAL_ROWS), _BIAS))
 
 
 def _read_rotation(raw: Raw) -> Fields:

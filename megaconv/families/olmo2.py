@@ -5,13 +5,14 @@ Megatron core has no modules for either, nor has Megatron-Bridge this family; na
 
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_rows import in_core
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words
 from megaconv.families.parts.norm_places import normed_over_all_heads, norms_at
 
 _LAYER = norms_at(
     normed_over_all_heads(ATTENTION), MLP, before=None, after=("post_attention_layernorm", "post_feedforward_layernorm")
 )
-ROWS = (EMBEDDING.without("legacy", "meta"), *_LAYER, *(row.without("legacy", "meta") for row in HEAD))
+ROWS = in_core((EMBEDDING, *_LAYER, *HEAD))
 OLMO_2 = {**LLAMA_LIKE, "attention.qk_norm": True, "attention.qk_norm_width": "all", "norm.place": "after"}
 OLMO_LIKE = PLAIN.replace("pre_norm", "output_norm wide_qk_norm")
 

@@ -1,15 +1,18 @@
-"""OLMoE: Qwen's words for experts in every layer, and norms of q and k over all heads."""
+"""OLMoE: Qwen's words for experts in every layer, and norms of q and k over all heads.
+
+Megatron core has no modules for these norms; Megatron-Bridge's OLMoE has, for one tensor rank, its MiniMax M2 for several.
+"""
 
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import EXPERTS_WIDTH, MOE_NORM
+from megaconv.families.parts.decoder_rows import in_core
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
 from megaconv.families.parts.norm_places import normed_over_all_heads
 from megaconv.families.parts.words import flags, size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 
-_ROWS = normed_over_all_heads((EMBEDDING, *ATTENTION, MOE_NORM, *QWEN_EXPERTS, *HEAD))
-ROWS = tuple(row.without("legacy", "meta") for row in _ROWS)
+ROWS = in_core(normed_over_all_heads((EMBEDDING, *ATTENTION, MOE_NORM, *QWEN_EXPERTS, *HEAD)))
 
 _WORDS = (
     *decoder_words(positions=4096, epsilon=1e-5, tokens=(None, 50279, 1)),

@@ -31,7 +31,7 @@ def _read(raw: Raw) -> Fields:
     if not (raw.get("use_sliding_window") and raw.get("sliding_window")):
         return found
     kinds = ["sliding_attention" if layer in without else "full_attention" for layer in range(layers)]
-    return found | windows_on(raw, windowed_layers(raw, kinds), raw["sliding_window"])
+    return {**found, **windows_on(raw, windowed_layers(raw, kinds), raw["sliding_window"])}
 
 
 def _write(config: ModelConfig) -> Raw:

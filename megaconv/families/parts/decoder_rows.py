@@ -9,7 +9,7 @@ renamed(rows, {"a": "b"})     another word in Hugging Face's names
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megaconv.model.table import Row, Separate
+from megaconv.model.table import Row, Separate, Spelling
 
 Rows = tuple[Row, ...]
 
@@ -49,14 +49,10 @@ def without_gate(rows: Rows) -> Rows:
     return tuple(plain(row) if "{gate|up}" in row.canonical else row for row in rows)
 
 
-def renamed(rows: Rows, words: Mapping[str, str]) -> Rows:
-    """words: parts of names of Hugging Face -> what they are called instead."""
-
-    def with_words(name: str) -> str:
-        for word, other in words.items():
-            name = name.replace(word, other)
-        return name
-
-    return tuple(
-        row.renamed(hf=tuple(replace(one, name=with_words(one.name)) for one in row.names["hf"])) for row in rows
-    )
+def respelled(rows: Rows, names: Mapping[str, Mapping[str, Spelling]]) -> Rows:
+    """names: of rows by their canonical pattern: what naming schemes call them instead. Raises KeyError for a row that there isn't."""
+    known = {row.canonical for row in rows}
+    for canonical in names:
+        if canonical not in known:
+            raise KeyError(f"no row of the table is {canonical}")
+    return tuple(row.renamed(**names.get(row.canonical, {})) for row in rows)

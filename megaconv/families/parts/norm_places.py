@@ -31,7 +31,7 @@ def norms_at(
         *kept[1], _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
     ]  # fmt: skip
     named = (row.renamed(hf=f"{_HF}{names[row.canonical]}.weight") if row.canonical in names else row for row in around)
-    return tuple(row.without("legacy", "meta") for row in named)
+    return tuple(named)
 
 
 def _after(name: str, word: str, module: str) -> Row:

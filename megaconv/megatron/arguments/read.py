@@ -163,11 +163,12 @@ def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any
     freq, layers = getattr(args, "no_rope_freq", None), found["layers.count"]
     if not freq:
         return {}
-    if isinstance(freq, list) and len(freq) != layers:
+    listed = isinstance(freq, (list, tuple))
+    if listed and len(freq) != layers:
         raise CorruptCheckpoint(f"the checkpoint's no_rope_freq is about {len(freq)} layers, the model has {layers}")
-    if not isinstance(freq, list) and type(freq) is not int:
+    if not listed and type(freq) is not int:
         raise CorruptCheckpoint(f"the checkpoint's no_rope_freq should be a number or a list, found {freq!r:.100}")
-    without = [layer for layer in range(layers) if (freq[layer] if isinstance(freq, list) else not (layer + 1) % freq)]
+    without = [layer for layer in range(layers) if (freq[layer] if listed else not (layer + 1) % freq)]
     return {"layers.rotates": per_layer(without, layers, False, True)}
 
 
