@@ -443,6 +443,26 @@ def test_norms_over_all_heads_are_told_even_where_a_rank_has_one_head(ckpt_forma
     assert_same(tmp_path / "back", hf)
 
 
+@pytest.mark.parametrize(("impl", "has_states"), [("transformer_engine", True), ("local", False)])
+def test_norms_after_sublayers_have_the_entries_that_their_kind_of_layers_has(
+    impl: str, has_states: bool, tmp_path: Path
+) -> None:
+    """In an OLMo 2 no parameter's name tells which kind that is."""
+    hf = write_model(tmp_path / "hf", "olmo2")
+    megaconv.convert(hf, tmp_path / "core", saver="core", transformer_impl=impl)
+    with torch.serialization.safe_globals([Namespace]):
+        names = list(torch.load(tmp_path / "core" / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt")["model"])
+    attention = "decoder.layers.1.self_attention."
+    found = [name.removeprefix(attention) for name in names if name.startswith(attention)]
+    assert [name for name in found if name.startswith("linear_proj")] == [
+        *("linear_proj.weight", "linear_proj._extra_state", "linear_proj.post_layernorm.weight"),
+        *(["linear_proj.post_layernorm._extra_state"] if has_states else []),
+    ]
+    assert ("core_attention._extra_state" in found) == has_states
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf")
+    assert_same(tmp_path / "back", hf)
+
+
 @pytest.mark.parametrize(
     ("family", "lacks"),
     [

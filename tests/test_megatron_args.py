@@ -213,6 +213,21 @@ def test_the_scale_of_scores_is_read_as_core_and_as_megatron_bridges_gemma_2_say
     assert found.attention.scale == config.attention.scale
 
 
+def test_a_llama_whose_scores_have_a_scale_of_their_own_is_none_that_hugging_face_knows() -> None:
+    config = from_arguments(Namespace(**(arguments(LLAMA) | {"softmax_scale": 0.1})), found_in_tensors(LLAMA))
+    assert (config.family, config.attention.scale) == ("llama", 0.1)
+    with pytest.raises(NotExpressible, match=r"attention\.scale is 0\.1"):
+        family("llama").write_hf(config)
+
+
+def test_a_scaling_that_is_left_out_is_not_read_as_another_one() -> None:
+    config = read(raw_config("gemma3_text", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
+    with pytest.raises(NotExpressible, match=r"rope scaling .*dynamic"):
+        arguments(config)
+    found = from_arguments(Namespace(**arguments(config, allow_lossy=True)), found_in_tensors(config))
+    assert found.positions.scaling is None
+
+
 @pytest.mark.parametrize("value", ["0.1", True, -1.0])
 def test_a_scale_that_is_no_positive_number_is_refused(value: object) -> None:
     with pytest.raises(CorruptCheckpoint, match="softmax_scale should be a positive number"):

@@ -26,20 +26,19 @@ YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 
 
 def write_scaling(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
-    scaling = config.positions.scaling
+    scaling, two = config.positions.scaling, config.has("two_ropes")
+    unscaled: dict[str, Any] = {"rope_scaling_factor": 1.0} if two else {}
     if scaling is None:
-        return {} if config.positions.local_theta is None else {"rope_scaling_factor": 1.0}
+        return unscaled
     kind = scaling["rope_type"]
-    if kind == "linear" and config.positions.local_theta is not None:
-        return {"rope_scaling_factor": scaling["factor"]}
     if kind == "linear":
-        return {"rotary_seq_len_interpolation_factor": scaling["factor"]}
+        return {"rope_scaling_factor" if two else "rotary_seq_len_interpolation_factor": scaling["factor"]}
     if kind == "llama3" and all(float(scaling[name]) == value for name, value in LLAMA3_SCALING.items()):
         return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
     if has_yarn(config) and not legacy:
         return _yarn(scaling, config.max_positions)
     if allow_lossy:
-        return {}
+        return unscaled
     raise NotExpressible(
         f"rope scaling {dict(scaling)} has no equivalent in Megatron core; with --allow-lossy rope_scaling "
         "the output is written without it (its hf/config.json keeps it, so that converting back loses nothing)"
