@@ -249,7 +249,8 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         if name == "deepseek_v2":
             return changed(config, {"experts.renormalize": False})
         if name == "ernie4_5_moe":
-            return changed(config, {"experts.scale": None, "experts.router_bias": True, "positions.interleaved": True})
+            own = {"experts.scale": None, "experts.router_bias": True, "positions.interleaved": True}
+            return changed(config, own | {"positions.scaling": None})
         config = changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
         if name == "hy_v3":
             return config
@@ -328,8 +329,8 @@ def one_of_choices(draw: Draw, config: ModelConfig) -> ModelConfig:
         found["layers.rotates"] = per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, False, True)
     if name == "stablelm":
         found["hidden"] = config.attention.heads * config.attention.head_dim
-    if found.get("positions.rotary_percent", 1.0) != 1.0:
-        found["positions.scaling"] = None  # Megatron's yarn is for whole heads
+    if found.get("positions.rotary_percent", 1.0) != 1.0 or found.get("positions.interleaved"):
+        found["positions.scaling"] = None  # Megatron's yarn is for whole heads that rotate by halves
     return changed(config, found)
 
 

@@ -409,12 +409,16 @@ def test_what_no_model_of_megatrons_computes_is_pointed_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "exaone_moe"])
-def test_layers_that_predict_further_tokens_and_stay_behind_are_pointed_out(family: str, tmp_path: Path) -> None:
+def test_layers_that_have_no_names_in_megatron_are_left_out_with_a_warning_and_come_back_from_the_original(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hf = write_model(tmp_path / "hf", family, num_nextn_predict_layers=1)
-    extra = {"model.mtp_block.0.weight" if "ernie" in family else "mtp.layers.0.weight": torch.zeros(3)}
-    save_file({**weights_of(hf), **extra}, hf / "model.safetensors")
-    notices = megaconv.convert(hf, tmp_path / "core", saver="core").notices
-    assert "(mtp) are not converted" in notices[-1]
+    name = "model.mtp_block.0.weight" if "ernie" in family else "mtp.layers.0.weight"
+    save_file({**weights_of(hf), name: torch.ones(3).bfloat16()}, hf / "model.safetensors")
+    megaconv.convert(hf, tmp_path / "core", saver="core")
+    assert f"tensors that have no names in Megatron are left out: {name}; --base adds them" in caplog.text
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=hf)
+    assert_same(tmp_path / "back", hf)
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])

@@ -174,6 +174,13 @@ def test_an_approximate_gelu_without_biases_is_refused() -> None:
         arguments(config)
 
 
+def test_yarn_of_neighbours_that_rotate_together_is_refused() -> None:
+    """YarnRotaryEmbedding of core 0.16 knows halves alone."""
+    config = changed(read(raw_config("ernie4_5")), {"positions.scaling": {"rope_type": "yarn", **YARN}})
+    with pytest.raises(NotExpressible, match="has no equivalent in Megatron core"):
+        arguments(config)
+
+
 @pytest.mark.parametrize("family", ["glm", "smollm3"])
 def test_rotations_that_legacy_models_do_not_know_are_refused_for_them(family: str) -> None:
     with pytest.raises(NotExpressible, match="Megatron's legacy models don't know: choose --saver core"):

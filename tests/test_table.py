@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from formats.tensor import Shape, matrix_shape
 from megaconv.errors import LayoutError, NotExpressible, TensorMismatch
 from megaconv.families import families
+from megaconv.families.parts.decoder_rows import respelled, with_norm_biases
 from megaconv.megatron.states.names import core_order
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import changed, from_fields
+from megaconv.model.fields import changed, fields_of, from_fields
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.naming import CORE, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL, HF, LEGACY, META, NAMINGS, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
@@ -493,6 +494,30 @@ def test_rows_of_several_tensors_and_of_inner_axes_split_into_the_same_model(nam
         assert native.shape[1:] == ((1, 3) if native.name.endswith("conv") else (EVERYTHING.hidden,))
         split(native, join(native, labels), found)
     assert all(np.array_equal(found[name], labels[name]) for name in labels)
+
+
+# Tables made of others.
+
+
+def test_layer_norms_have_biases_and_norms_of_heads_have_not() -> None:
+    named = {row.canonical for row in with_norm_biases(families()["llama"].rows)}
+    assert {
+        "layers.{l}.input_norm.{weight|bias}",
+        "final_norm.{weight|bias}",
+        "layers.{l}.attn.{q|k}_norm.weight",
+    } <= named
+
+
+def test_without_a_gate_the_first_matrix_is_up_alone() -> None:
+    config = from_fields("arcee", dict(fields_of(EVERYTHING)))
+    labels = labelled(config)
+    (fc1,) = only(config, CORE, Layout(stage_layers=(2,)), "decoder.layers.1.mlp.linear_fc1.weight")
+    assert np.array_equal(join(fc1, labels), labels["layers.1.mlp.up.weight"])
+
+
+def test_another_name_for_a_row_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"no row of the table is layers\.\{l\}\.other"):
+        respelled(families()["llama"].rows, {"layers.{l}.other": {"hf": "other"}})
 
 
 # The small language of the tables.

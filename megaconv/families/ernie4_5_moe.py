@@ -10,7 +10,7 @@ from megaconv.families.llama import IGNORED
 from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope
 from megaconv.families.parts.expert_words import routed_experts, shared_experts
-from megaconv.families.parts.mtp import UNCONVERTED_MTP, unconverted_mtp
+from megaconv.families.parts.mtp import UNCONVERTED_MTP
 from megaconv.families.parts.words import Fields, Raw, Words, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -49,13 +49,12 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
     return (
         "a bias takes part in the choice of experts, whose scores are a softmax's: Megatron core has such a bias for sigmoid "
         "scores alone and refuses these arguments; names and values are right, the model needs a router of its own",
-        *unconverted_mtp(config),
     )
 
 
 FAMILY = Family(
     "ernie4_5_moe", ("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe", ROWS, words=_WORDS,
     fixed=LLAMA_LIKE | {"positions.interleaved": True, "experts.router_bias": True},
-    only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, ignored=(*IGNORED, UNCONVERTED_MTP),
+    only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, ignored=IGNORED, unconverted=UNCONVERTED_MTP,
     recognized=f"{MIXTURE.replace('!interleaved', 'interleaved')} !sigmoid_router router_bias", notices=_notices,
 )  # fmt: skip

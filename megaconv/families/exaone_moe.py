@@ -14,7 +14,7 @@ from megaconv.families.parts.decoder_words import (
     windows_on,
 )
 from megaconv.families.parts.expert_words import mlp_layer_types, routed_experts, shared_experts, sigmoid_routing
-from megaconv.families.parts.mtp import UNCONVERTED_MTP, unconverted_mtp
+from megaconv.families.parts.mtp import UNCONVERTED_MTP
 from megaconv.families.parts.words import Fields, Raw, Words, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -50,7 +50,6 @@ ROWS = in_core(respelled(UNPREDICTING, {ROUTER_BIAS.canonical: _BIAS}))
 
 FAMILY = Family(
     "exaone_moe", ("ExaoneMoeForCausalLM",), "exaone_moe", ROWS, words=_WORDS,
-    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only=SILU, ignored=(*IGNORED, UNCONVERTED_MTP),
+    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only=SILU, ignored=IGNORED, unconverted=UNCONVERTED_MTP,
     features=("qk_norm",), recognized=f"{MIXTURE.replace('!skips_rope', 'skips_rope')} sigmoid_router",
-    notices=unconverted_mtp,
 )  # fmt: skip

@@ -8,10 +8,11 @@ from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import Family
 from megaconv.families.llama import BIASES, IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_rows import in_core
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, decoder_words
 from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, follows
 
-ROWS = tuple(row.without("legacy", "meta") for row in LLAMA_ROWS)
+ROWS = in_core(LLAMA_ROWS)
 
 _ACTIVATIONS = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast"), "gelu_tanh")
 """The first releases say `gelu`, and mean its approximation, as transformers takes it."""

@@ -4,16 +4,17 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, window
 from megaconv.families.parts.words import CONFIG_NAME, Raw, Words
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused
 
 _FUSED = {
-    "layers.{l}.attn.{q|k|v}.weight": Fused("model.layers.{l}.self_attn.qkv_proj.weight"),
-    "layers.{l}.mlp.{gate|up}.weight": Fused("model.layers.{l}.mlp.gate_up_proj.weight"),
+    "layers.{l}.attn.{q|k|v}.weight": {"hf": Fused("model.layers.{l}.self_attn.qkv_proj.weight")},
+    "layers.{l}.mlp.{gate|up}.weight": {"hf": Fused("model.layers.{l}.mlp.gate_up_proj.weight")},
 }
-ROWS = tuple(row.renamed(hf=_FUSED.get(row.canonical, row.names["hf"])).without("legacy", "meta") for row in LLAMA_ROWS)
+ROWS = in_core(respelled(LLAMA_ROWS, _FUSED))
 
 
 def _write_original(config: ModelConfig) -> Raw:

@@ -1,9 +1,9 @@
 """Tables that are Llama's but for their norms' biases, a gate or some names: made of its rows.
 
-in_core(rows)                 without names in Megatron's legacy models and Meta's files
-with_norm_biases(rows)        LayerNorm: model.norm.{weight|bias}, decoder.final_layernorm.{weight|bias}
-without_gate(rows)            mlp.up_proj, mlp.down_proj; linear_fc1 holds the first alone
-renamed(rows, {"a": "b"})     another word in Hugging Face's names
+in_core(rows)            without names in Megatron's legacy models and Meta's files
+with_norm_biases(rows)   LayerNorm: model.norm.{weight|bias}, decoder.final_layernorm.{weight|bias}
+without_gate(rows)       mlp.up_proj, mlp.down_proj; linear_fc1 holds the first alone
+respelled(rows, names)   other names for some rows
 """
 
 from collections.abc import Mapping

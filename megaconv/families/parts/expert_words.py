@@ -26,7 +26,7 @@ def routed_experts(
 
 
 def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> Words:
-    """As many as are told, as one that is so many times as wide; width: of a routed one."""
+    """As many as the key says, as one that is so many times as wide; width: of a routed one."""
 
     def read(raw: Raw) -> Fields:
         experts = raw.get(key, count) or 0

@@ -53,15 +53,8 @@ def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...
     return (*(row for row in copied if row not in heads), *_JOINT, *layer, *_END, *heads)
 
 
-UNCONVERTED_MTP = r"(model\.)?mtp.*"
-"""Names of such layers in files of architectures whose names for them in Megatron are not known."""
-
-
-def unconverted_mtp(config: ModelConfig) -> tuple[str, ...]:
-    """The notice that goes with these."""
-    if not (config.hf or {}).get("num_nextn_predict_layers"):
-        return ()
-    return ("the layers that predict further tokens (mtp) are not converted: they are in none of the output's files",)
+UNCONVERTED_MTP = (r"(model\.)?mtp.*",)
+"""In files of architectures of which nobody has said what Megatron calls these layers' tensors."""
 
 
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:

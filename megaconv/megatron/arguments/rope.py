@@ -46,13 +46,14 @@ def write_scaling(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> di
 
 
 def has_yarn(config: ModelConfig) -> bool:
-    """Whether GPTModel's own yarn, which is that of whole heads, scales this model's positions."""
+    """Whether GPTModel's own yarn, which is that of whole heads rotating by halves, scales this model's positions."""
     scaling = config.positions.scaling or {}
     others = {name for name, value in scaling.items() if value is not None} - {"rope_type", "truncate", *YARN}
     return (
         scaling.get("rope_type") == "yarn"
         and not others
         and config.positions.rotary_percent == 1.0
+        and not config.positions.interleaved
         and not config.latent.kv_rank
     )
 
