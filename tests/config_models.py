@@ -411,7 +411,7 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "glm4":
         turning = {"positions.interleaved": True, "positions.rotary_percent": draw(st.sampled_from((0.5, 1.0)))}
         if (config.positions.scaling or {}).get("rope_type") == "yarn":
-            turning["positions.rotary_percent"] = 1.0
+            config = changed(config, {"positions.scaling": None})  # Megatron's is for heads that rotate by halves
         return changed(config, {**turning, "norm.place": "both", "attention.qkv_bias": draw(st.booleans())})
     if name == "exaone4":
         windowed = draw(st.sets(st.integers(0, layers - 1)))
