@@ -22,7 +22,7 @@ _WINDOWS = windows_by_layer(4096, full_every=4, pattern=(_PATTERN,))
 def _read_layers(raw: Raw) -> Fields:
     """sliding_window_pattern may be letters of layers, which repeat; the last layer then is a G whatever they say."""
     said, letters, layers = dict(raw), raw.get(_PATTERN), need_size(raw, "num_hidden_layers")
-    if isinstance(letters, str) and letters.strip("LG") == "" != letters:
+    if isinstance(letters, str) and letters and not letters.strip("LG"):
         del said[_PATTERN]
         kinds = [
             ("full" if letters[at % len(letters)] == "G" else "sliding") + "_attention" for at in range(layers - 1)

@@ -38,7 +38,7 @@ def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any
         written["softmax_scale"] = scale
     if (legacy and written) or (scale is not None and config.latent.kv_rank):
         models = "legacy models" if legacy else "latent attention"
-        raise NotExpressible(f"Megatron's {models} can't have {', '.join(written)}, which the model needs: {written}")
+        raise NotExpressible(f"the model needs {written}, which is not representable in Megatron's {models}")
     if "attn_logit_softcapping" in written:
         written["query_pre_attn_scalar"] = config.attention.head_dim if scale is None else round(scale**-2, 9)
     return written | ({QK_NORM_WIDTH: "all"} if config.has("wide_qk_norm") else {})
@@ -52,8 +52,7 @@ def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
         scale = scalar**-0.5
     if scale is not None and not getattr(args, "multi_latent_attention", False):  # which has a scale of its own
         told["attention.scale"] = None if scale == head_dim**-0.5 else scale
-    width = getattr(args, QK_NORM_WIDTH, None)
-    return told if width is None else told | {"attention.qk_norm_width": width}
+    return told | ({"attention.qk_norm_width": "all"} if getattr(args, QK_NORM_WIDTH, None) == "all" else {})
 
 
 def _number(args: Namespace, name: str) -> Any:
