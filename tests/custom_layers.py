@@ -27,6 +27,7 @@ class Needs:
     wide_qk_norms: bool = False
 
 
+CORES_OWN = Needs()
 NEEDS = {
     "olmoe": Needs(wide_qk_norms=True),
     "minimax_m2": Needs(wide_qk_norms=True),
@@ -43,7 +44,7 @@ def needs_of(checkpoint: Path) -> Needs:
     """By the config.json beside a checkpoint, which says what model a user is to build."""
     path = checkpoint / "hf" / "config.json"
     model_type = json.loads(path.read_text())["model_type"] if path.is_file() else ""
-    return NEEDS.get(model_type, Needs())
+    return NEEDS.get(model_type, CORES_OWN)
 
 
 def modules() -> SimpleNamespace:

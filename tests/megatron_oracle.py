@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from tests import custom_layers, encoder_oracle
-from tests.custom_layers import Needs
+from tests.custom_layers import CORES_OWN, Needs
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,7 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     return config
 
 
-def build(args: Namespace, virtual_stage: int | None, needs: Needs) -> Any:
+def build(args: Namespace, virtual_stage: int | None, needs: Needs = CORES_OWN) -> Any:
     """One model chunk."""
     if encoder_oracle.is_t5(args):
         return encoder_oracle.build_t5(args, transformer_config(args))
