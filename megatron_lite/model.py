@@ -203,7 +203,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Words, and learned positions where the model has them."""
+    """Keys, and learned positions where the model has them."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
 """Families whose config.json has Llama's words."""
 SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
-LATENT_WORDS: Raw = {
+LATENT_KEYS: Raw = {
     "kv_lora_rank": 12,
     "q_lora_rank": 10,
     "qk_rope_head_dim": 4,
@@ -32,16 +32,16 @@ LATENT_WORDS: Raw = {
     "first_k_dense_replace": 2,
     "routed_scaling_factor": 2.5,
 }
-SHARED_WORDS: Raw = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+SHARED_KEYS: Raw = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 MLP_KINDS: Raw = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
-EXPERT_WORDS: dict[str, Raw] = {
-    "deepseek_v2": LATENT_WORDS,
-    "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
-    "glm4_moe_lite": {**LATENT_WORDS, **MLP_KINDS, "head_dim": LATENT_WORDS["qk_rope_head_dim"]},
-    "dots1": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
-    "solar_open": {**SHARED_WORDS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
-    "hy_v3": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
-    "exaone_moe": {**SHARED_WORDS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
+EXPERT_KEYS: dict[str, Raw] = {
+    "deepseek_v2": LATENT_KEYS,
+    "deepseek_v3": {**LATENT_KEYS, "n_group": 3, "topk_group": 2},
+    "glm4_moe_lite": {**LATENT_KEYS, **MLP_KINDS, "head_dim": LATENT_KEYS["qk_rope_head_dim"]},
+    "dots1": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
+    "solar_open": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
+    "hy_v3": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
+    "exaone_moe": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
                    "layer_types": ["sliding_attention", "full_attention"] * 2},
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
@@ -77,7 +77,7 @@ EXPERT_WORDS: dict[str, Raw] = {
         "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
-OWN_WORDS: dict[str, Raw] = {
+OWN_KEYS: dict[str, Raw] = {
     **{name: {"hidden_act": "gelu_pytorch_tanh"} for name in ("gemma", "gemma2", "gemma3_text")},
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
@@ -119,8 +119,8 @@ def raw_config(name: str, **words: Any) -> Raw:
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **EXPERT_WORDS.get(name, {}),
-        **OWN_WORDS.get(name, {}),
+        **EXPERT_KEYS.get(name, {}),
+        **OWN_KEYS.get(name, {}),
         **words,
     }
 
@@ -404,7 +404,7 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
-    if name in EXPERT_WORDS:
+    if name in EXPERT_KEYS:
         config = draw(with_experts(config))
     if name in ("olmoe", "minimax_m2"):
         return changed(config, {"attention.qk_norm": True, "attention.qk_norm_width": "all"})

@@ -83,12 +83,12 @@ def test_huge_numbers_take_neither_time_nor_memory(llama: Path, tmp_path: Path) 
     )
 
 
-FAMILY_WORDS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "first_k_dense_replace", "max_window_layers",
+FAMILY_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "first_k_dense_replace", "max_window_layers",
                 "num_nextn_predict_layers", "decoder_sparse_step")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-@pytest.mark.parametrize("word", FAMILY_WORDS)
+@pytest.mark.parametrize("word", FAMILY_KEYS)
 def test_no_family_counts_to_a_huge_number(family: str, word: str, tmp_path: Path) -> None:
     """Whatever the family makes of the word: it is refused before."""
     architecture = families()[family].architectures[0]

@@ -321,7 +321,7 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(name: str) -> None:
     assert read(raw_config(name, num_attention_heads=16, num_key_value_heads=None)).attention.kv_heads == 16
 
 
-WINDOW_WORDS = st.fixed_dictionaries(
+WINDOW_KEYS = st.fixed_dictionaries(
     {},
     optional={
         "use_sliding_window": st.booleans(),
@@ -334,7 +334,7 @@ WINDOW_WORDS = st.fixed_dictionaries(
 
 
 @pytest.mark.oracle
-@given(st.sampled_from(("qwen2", "qwen3", "qwen2_moe")), WINDOW_WORDS)
+@given(st.sampled_from(("qwen2", "qwen3", "qwen2_moe")), WINDOW_KEYS)
 @settings(max_examples=100, deadline=None)
 def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, words: Raw) -> None:
     assert_read_alike(raw_config(name, **words))

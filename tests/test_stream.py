@@ -29,7 +29,7 @@ from tests.runs import unchanged
 A, B, C = Key("a"), Key("b"), Key("c")
 
 
-class Words(CheckpointError):
+class Keys(CheckpointError):
     """The first cause, in tests."""
 
 
@@ -263,7 +263,7 @@ def waiting_after_a_while(stream: Stream, put: Callable[[], None]) -> int:
     time.sleep(0.2)
     assert sender.is_alive(), "the loader never waits"
     waiting = len(stream._waiting)
-    stream.fail(Words())
+    stream.fail(Keys())
     sender.join(5)
     assert not sender.is_alive()
     return waiting
@@ -307,7 +307,7 @@ def test_a_tensor_larger_than_the_budget_passes_alone(header: Header) -> None:
 def test_a_failure_wakes_a_loader_that_waits_for_room(header: Header) -> None:
     stream = Stream(1)
     put = put_all(stream, header, Lazy, 1000)
-    first = Words("the disk is full")
+    first = Keys("the disk is full")
     raised, _ = run_threads(put, lambda: later(lambda: stream.fail(first)))
     assert isinstance(raised, Cancelled)
     assert raised.__cause__ is first
@@ -318,7 +318,7 @@ def test_a_failure_wakes_savers_that_wait(header: Header, with_header: bool) -> 
     stream = Stream(1)
     if with_header:
         stream.put_header(header)
-    first = Words("the file is broken")
+    first = Keys("the file is broken")
     *raised, _ = run_threads(
         stream.header, lambda: list(stream), lambda: list(stream), lambda: later(lambda: stream.fail(first))
     )
@@ -328,15 +328,15 @@ def test_a_failure_wakes_savers_that_wait(header: Header, with_header: bool) -> 
 
 
 def test_only_the_first_cause_is_kept(stream: Stream) -> None:
-    first = Words("first")
-    for error in (Cancelled("never"), first, Words("second"), KeyboardInterrupt()):
+    first = Keys("first")
+    for error in (Cancelled("never"), first, Keys("second"), KeyboardInterrupt()):
         stream.fail(error)
     assert stream.error is first
 
 
 def test_after_a_failure_nothing_can_be_put_or_taken(stream: Stream, header: Header) -> None:
     stream.put(A, Lazy())
-    stream.fail(Words("first"))
+    stream.fail(Keys("first"))
     for action in (
         lambda: stream.put_header(header),
         lambda: stream.put(B, Lazy()),
@@ -424,7 +424,7 @@ def convert(
         assert time.monotonic() - started < 5
 
 
-CAUSES = [Words("the first cause"), RuntimeError("a bug in a plugin"), MemoryError(), KeyboardInterrupt()]
+CAUSES = [Keys("the first cause"), RuntimeError("a bug in a plugin"), MemoryError(), KeyboardInterrupt()]
 
 
 @pytest.mark.parametrize("error", CAUSES, ids=lambda error: type(error).__name__)

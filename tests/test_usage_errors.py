@@ -86,7 +86,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
     assert_refused(convert(model, "--tp", 3, "--dry-run"), 2, "heads = 8", "(tp) = 3")
 
 
-# Words that nobody knows.
+# Keys that nobody knows.
 
 
 @pytest.mark.parametrize(

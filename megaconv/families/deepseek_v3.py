@@ -6,10 +6,10 @@ from megaconv.families import Family
 from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, SIGMOID
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
-from megaconv.families.parts.expert_words import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
+from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.keys import Fields, Keys, Raw, count, need_size
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.families.parts.words import Fields, Raw, Words, count, need_size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, OtherAxis, Row
@@ -57,7 +57,7 @@ LATENT_ATTENTION = (
 ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
 
-def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> Words:
+def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> Keys:
     """Widths of latent vectors, and of a head's parts: rotating ones, others, values. Numbers: where keys are missing."""
     usual = {
         "kv_lora_rank": kv_rank,
@@ -80,7 +80,7 @@ def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> 
             "latent.q_rank": said["q_lora_rank"] or 0,
         }
 
-    return Words(("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *usual), read, _write_latent)
+    return Keys(("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *usual), read, _write_latent)
 
 
 def _write_latent(config: ModelConfig) -> Raw:
@@ -114,8 +114,8 @@ def one_epsilon(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
-_WORDS = (
-    *body_words(positions=4096, tokens=(0, 1, None)),
+_KEYS = (
+    *body_keys(positions=4096, tokens=(0, 1, None)),
     LATENT_HEADS,
     *routed_experts(count=256, width=2048),
     shared_experts(count=1, width=2048),
@@ -133,7 +133,7 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v3", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), "deepseek_v3", ROWS, words=_WORDS,
+    "deepseek_v3", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), "deepseek_v3", ROWS, keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY, ignored=IGNORED, features=("mla", "q_latent"), complete=without_missing,
     recognized="mla mixture sigmoid_router router_bias", other_types=("kimi_k2",), notices=one_epsilon,
 )  # fmt: skip

@@ -3,17 +3,17 @@
 from megaconv.families import Family
 from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
 from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import (
+from megaconv.families.parts.decoder_keys import (
     LLAMA_LIKE,
     SILU,
-    decoder_words,
+    decoder_keys,
     layer_types,
     windowed_layers,
     windows_on,
 )
-from megaconv.families.parts.expert_words import first_dense, routed_experts, shared_experts, sigmoid_routing
-from megaconv.families.parts.words import Fields, Raw, Words, need_size
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
 from megaconv.model.config import ModelConfig
 
 
@@ -28,17 +28,17 @@ def _write_windows(config: ModelConfig) -> Raw:
     return {"sliding_window": config.window, "max_window_layers": first, "layer_types": layer_types(config)}
 
 
-_WORDS = (
-    *decoder_words(positions=2048, kv_heads=32),
+_KEYS = (
+    *decoder_keys(positions=2048, kv_heads=32),
     *routed_experts(count=None, per_token=None, width=1408),
     shared_experts(count=0, width=1408),
     first_dense(0),
     *sigmoid_routing(scale=1.0, groups=1, group_topk=1, renormalize=False),
-    Words(("sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows),
+    Keys(("sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows),
 )
 
 FAMILY = Family(
-    "dots1", ("Dots1ForCausalLM",), "dots1", in_core(UNPREDICTING), words=_WORDS,
+    "dots1", ("Dots1ForCausalLM",), "dots1", in_core(UNPREDICTING), keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only={**SILU, "attention_bias": False}, ignored=IGNORED,
     features=("qk_norm",), recognized=None,
 )  # fmt: skip

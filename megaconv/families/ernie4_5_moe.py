@@ -7,11 +7,11 @@ is converted, and `notices` says so.
 from megaconv.families import Family
 from megaconv.families.glm4_moe import ROUTER_BIAS, UNPREDICTING
 from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys, rope
 from megaconv.families.parts.decoder_rows import in_core, respelled
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope
-from megaconv.families.parts.expert_words import routed_experts, shared_experts
+from megaconv.families.parts.expert_keys import routed_experts, shared_experts
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
 from megaconv.families.parts.mtp import UNCONVERTED_MTP
-from megaconv.families.parts.words import Fields, Raw, Words, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 from megaconv.model.table import Transposed
@@ -37,11 +37,11 @@ def _write_layers(config: ModelConfig) -> Raw:
     return {"moe_layer_start_index": chosen[0], "moe_layer_end_index": chosen[-1], "moe_layer_interval": 1}
 
 
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=4, epsilon=1e-5, rotation=rope(5e5), tied=True, tokens=(1, 2, 0)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=4, epsilon=1e-5, rotation=rope(5e5), tied=True, tokens=(1, 2, 0)),
     *routed_experts(count=64, per_token=6, width=1536, count_key="moe_num_experts", per_token_key="moe_k"),
     shared_experts(count=2, width=1536, key="moe_num_shared_experts"),
-    Words(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
+    Keys(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
 )
 
 
@@ -53,7 +53,7 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "ernie4_5_moe", ("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe", ROWS, words=_WORDS,
+    "ernie4_5_moe", ("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe", ROWS, keys=_KEYS,
     fixed=LLAMA_LIKE | {"positions.interleaved": True, "experts.router_bias": True},
     only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, ignored=IGNORED, unconverted=UNCONVERTED_MTP,
     recognized=f"{MIXTURE.replace('!interleaved', 'interleaved')} !sigmoid_router router_bias", notices=_notices,

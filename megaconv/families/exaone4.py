@@ -6,10 +6,10 @@ from typing import Any
 
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys, layer_types, windows_by_layer
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words, layer_types, windows_by_layer
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
 from megaconv.families.parts.norm_places import norms_at
-from megaconv.families.parts.words import Fields, Raw, Words, need_size
 from megaconv.model.config import ModelConfig
 
 _LAYER = norms_at(ATTENTION, MLP, before=None, after=("post_attention_layernorm", "post_feedforward_layernorm"))
@@ -40,14 +40,14 @@ def _write_layers(config: ModelConfig) -> Raw:
     return {"sliding_window": config.window or without, "layer_types": layer_types(config)}
 
 
-_WORDS = (
-    *decoder_words(positions=2048, kv_heads=32, epsilon=1e-5, tokens=(0, 2, None)),
-    Words(_WINDOWS.keys, _read_layers, _write_layers),
+_KEYS = (
+    *decoder_keys(positions=2048, kv_heads=32, epsilon=1e-5, tokens=(0, 2, None)),
+    Keys(_WINDOWS.keys, _read_layers, _write_layers),
 )
 _PLAIN = PLAIN.replace(" !skips_rope", "").replace("pre_norm", "output_norm")
 
 FAMILY = Family(
-    "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, words=_WORDS, only=SILU, ignored=IGNORED,
+    "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, keys=_KEYS, only=SILU, ignored=IGNORED,
     fixed={**LLAMA_LIKE, "attention.qk_norm": True, "norm.place": "after"},
     features=("qk_norm",), recognized=f"{_PLAIN} qk_norm !wide_qk_norm",
 )  # fmt: skip

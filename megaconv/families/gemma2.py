@@ -6,10 +6,10 @@ Megatron core has no modules for these norms and caps; Megatron-Bridge's Gemma 2
 from megaconv.families import Family
 from megaconv.families.gemma import DECODER_ONLY
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys, windows_by_layer
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, decoder_words, windows_by_layer
+from megaconv.families.parts.keys import Fields, Keys, Raw, choice, follows, maybe_number, need_size
 from megaconv.families.parts.norm_places import norms_at
-from megaconv.families.parts.words import Fields, Raw, Words, choice, follows, maybe_number, need_size
 from megaconv.model.config import ModelConfig
 
 _LAYER = norms_at(
@@ -36,12 +36,12 @@ SANDWICHED = (
     BIASES,
     choice("hidden_activation", "mlp.activation", {"gelu_pytorch_tanh": "gelu_tanh"}, "gelu_pytorch_tanh"),
     DECODER_ONLY,
-    Words((_SCALAR,), _read_scale, _write_scale),
+    Keys((_SCALAR,), _read_scale, _write_scale),
     follows("embedding_scale", lambda raw: raw["hidden_size"] ** 0.5),
 )
 """What Gemma 3 says too."""
-_WORDS = (
-    *decoder_words(positions=8192, kv_heads=4, head_dim=256, tokens=(2, 1, 0), tied=True),
+_KEYS = (
+    *decoder_keys(positions=8192, kv_heads=4, head_dim=256, tokens=(2, 1, 0), tied=True),
     *SANDWICHED,
     windows_by_layer(4096, full_every=2),
     maybe_number("attn_logit_softcapping", "attention.score_cap", 50.0),
@@ -51,7 +51,7 @@ GEMMA_2 = {**LLAMA_LIKE, "mlp.activation": "gelu_tanh", "norm.zero_centered": Tr
 GEMMA_LIKE = "rope !interleaved !skips_rope !norm_bias zero_centered sandwich_norm gelu_tanh gated !mixture !mla !sinks"
 
 FAMILY = Family(
-    "gemma2", ("Gemma2ForCausalLM",), "gemma2", ROWS, words=_WORDS, fixed=GEMMA_2, ignored=IGNORED,
+    "gemma2", ("Gemma2ForCausalLM",), "gemma2", ROWS, keys=_KEYS, fixed=GEMMA_2, ignored=IGNORED,
     features=("zero_centered",), recognized=f"{GEMMA_LIKE} !qk_norm", beyond_core=("attention.score_cap", "head.logit_cap"),
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
 )  # fmt: skip

@@ -3,16 +3,16 @@
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys, partial_rotation
 from megaconv.families.parts.decoder_rows import in_core, respelled
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words, partial_rotation
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.keys import flags
 from megaconv.model.table import Fused
 
 GATE_UP = {"layers.{l}.mlp.{gate|up}.weight": {"hf": Fused("model.layers.{l}.mlp.gate_up_proj.weight")}}
 ROWS = in_core(respelled(LLAMA_ROWS, GATE_UP))
 
-GLM_WORDS = (
-    *decoder_words(
+GLM_KEYS = (
+    *decoder_keys(
         positions=131072, kv_heads=2, head_dim=128, epsilon=1.5625e-07, partial=partial_rotation(0.5),
         tokens=(None, (151329, 151336, 151338), 151329),
     ),
@@ -20,6 +20,6 @@ GLM_WORDS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "glm", ("GlmForCausalLM",), "glm", ROWS, words=GLM_WORDS, fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU,
+    "glm", ("GlmForCausalLM",), "glm", ROWS, keys=GLM_KEYS, fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU,
     ignored=IGNORED, recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} qkv_alone",
 )  # fmt: skip

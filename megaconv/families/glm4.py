@@ -4,10 +4,10 @@ Megatron core has no modules for norms after sublayers, nor has Megatron-Bridge 
 """
 
 from megaconv.families import Family
-from megaconv.families.glm import GATE_UP, GLM_WORDS
+from megaconv.families.glm import GATE_UP, GLM_KEYS
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU
 from megaconv.families.parts.decoder_rows import in_core, respelled
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU
 from megaconv.families.parts.norm_places import norms_at
 
 _LAYER = norms_at(
@@ -17,7 +17,7 @@ _LAYER = norms_at(
 ROWS = in_core(respelled((EMBEDDING, *_LAYER, *HEAD), GATE_UP))
 
 FAMILY = Family(
-    "glm4", ("Glm4ForCausalLM",), "glm4", ROWS, words=GLM_WORDS,
+    "glm4", ("Glm4ForCausalLM",), "glm4", ROWS, keys=GLM_KEYS,
     fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"}, only=SILU, ignored=IGNORED,
     recognized=PLAIN.replace("!interleaved", "interleaved").replace("pre_norm", "sandwich_norm !qk_norm"),
 )  # fmt: skip

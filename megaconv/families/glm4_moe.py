@@ -3,10 +3,10 @@
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, shared_expert_rows
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, partial_rotation
-from megaconv.families.parts.expert_words import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys, partial_rotation
+from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.keys import Fields, count, flags
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.families.parts.words import Fields, count, flags
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.table import Row
 
@@ -20,8 +20,8 @@ UNPREDICTING = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIA
 """Without layers that predict further tokens."""
 ROWS = with_mtp(UNPREDICTING)
 
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=8, epsilon=1e-5, partial=partial_rotation(0.5)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=8, epsilon=1e-5, partial=partial_rotation(0.5)),
     *routed_experts(count=128, width=1408),
     shared_experts(count=1, width=1408),
     first_dense(1),
@@ -34,6 +34,6 @@ SIGMOID: Fields = {"experts.score": "sigmoid", "experts.router_bias": True}
 """Of the router."""
 
 FAMILY = Family(
-    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=SILU,
+    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID}, only=SILU,
     ignored=IGNORED, complete=without_missing, recognized=f"{MIXTURE} sigmoid_router !wide_qk_norm",
 )  # fmt: skip

@@ -9,14 +9,14 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import EXPERTS_WIDTH, MOE_NORM
-from megaconv.families.parts.decoder_words import (
+from megaconv.families.parts.decoder_keys import (
     LLAMA_LIKE,
     SILU,
-    decoder_words,
+    decoder_keys,
     rope,
     windows_by_layer,
 )
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, number, size
 from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -73,8 +73,8 @@ def _read_alpha(raw: Raw) -> Fields:
     return {}
 
 
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
     windows_by_layer(128, full_every=2),
     size("num_local_experts", "experts.count", 128),
@@ -82,7 +82,7 @@ _WORDS = (
     EXPERTS_WIDTH,
     number("swiglu_limit", "mlp.clamp", 7.0),
     # What Megatron's quick gelu has; older transformers don't know the key.
-    Words(("swiglu_alpha",), _read_alpha, lambda config: {}),
+    Keys(("swiglu_alpha",), _read_alpha, lambda config: {}),
 )
 _GPT_OSS = {
     "layers.mlp": "experts",
@@ -93,6 +93,6 @@ _GPT_OSS = {
 }
 
 FAMILY = Family(
-    "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, words=_WORDS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
+    "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
     ignored=IGNORED, recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
 )  # fmt: skip

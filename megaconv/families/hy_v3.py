@@ -3,11 +3,11 @@
 from megaconv.families import Family
 from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID, UNPREDICTING
 from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, rope
 from megaconv.families.parts.decoder_rows import in_core, respelled
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, rope
-from megaconv.families.parts.expert_words import mlp_layer_types, routed_experts, shared_experts
+from megaconv.families.parts.expert_keys import mlp_layer_types, routed_experts, shared_experts
+from megaconv.families.parts.keys import count, number
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.families.parts.words import count, number
 
 _MLP = "model.layers.{l}.mlp."
 _SHARED = "shared_mlp.{gate_proj|up_proj}.weight", "shared_experts.{gate_proj|up_proj}.weight"
@@ -22,8 +22,8 @@ _NAMES = {
 }
 _MTP_NAMES = {"mtp.{l}.final_norm.weight": {"hf": "model.layers.{l}.final_layernorm.weight"}}
 ROWS = in_core(respelled(with_mtp(respelled(UNPREDICTING, _NAMES), hf_copies=False), _MTP_NAMES))
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=8, head_dim=128, epsilon=1e-5, rotation=rope(11_158_840.0)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=8, head_dim=128, epsilon=1e-5, rotation=rope(11_158_840.0)),
     *routed_experts(count=192, width=1536, count_key="num_experts"),
     shared_experts(count=1, width=1536, key="num_shared_experts"),
     mlp_layer_types(dense=1),
@@ -32,7 +32,7 @@ _WORDS = (
 )
 
 FAMILY = Family(
-    "hy_v3", ("HYV3ForCausalLM",), "hy_v3", ROWS, words=_WORDS,
+    "hy_v3", ("HYV3ForCausalLM",), "hy_v3", ROWS, keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only={**SILU, "attention_bias": False, "mlp_bias": False},
     ignored=IGNORED, features=("qk_norm",), complete=without_missing, recognized=None,
 )  # fmt: skip

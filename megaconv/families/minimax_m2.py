@@ -8,10 +8,10 @@ from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID
 from megaconv.families.llama import IGNORED
 from megaconv.families.mixtral import EXPERTS_WIDTH
 from megaconv.families.mixtral import ROWS as MIXTRAL_ROWS
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys, rope, rotary_percent
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope, rotary_percent
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
 from megaconv.families.parts.norm_places import normed_over_all_heads
-from megaconv.families.parts.words import Fields, Raw, Words, need_size, size
 from megaconv.model.config import ModelConfig
 
 _BIAS = ROUTER_BIAS.renamed(hf="model.layers.{l}.block_sparse_moe.e_score_correction_bias")
@@ -29,9 +29,9 @@ def _write_rotation(config: ModelConfig) -> Raw:
     return {"rotary_dim": round(part * config.attention.head_dim), "partial_rotary_factor": part}
 
 
-_ROTATION = Words(("rotary_dim", "partial_rotary_factor"), _read_rotation, _write_rotation)
-_WORDS = (
-    *decoder_words(
+_ROTATION = Keys(("rotary_dim", "partial_rotary_factor"), _read_rotation, _write_rotation)
+_KEYS = (
+    *decoder_keys(
         positions=196608, kv_heads=8, head_dim=128, rotation=rope(5e6), partial=_ROTATION, tokens=(200034, 200020, None)
     ),
     EXPERTS_WIDTH,
@@ -42,6 +42,6 @@ _FIXED = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "layers.m
 _ONLY = {**SILU, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
 
 FAMILY = Family(
-    "minimax_m2", ("MiniMaxM2ForCausalLM",), "minimax_m2", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID, **_FIXED},
+    "minimax_m2", ("MiniMaxM2ForCausalLM",), "minimax_m2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID, **_FIXED},
     only=_ONLY, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} sigmoid_router !shared_ffn wide_qk_norm",
 )  # fmt: skip

@@ -3,18 +3,18 @@
 from megaconv.families import Family
 from megaconv.families.llama import BIASES, IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_keys import DENSE, LAYER_NORM, SQUARED_RELU, decoder_keys, partial_rotation
 from megaconv.families.parts.decoder_rows import in_core, with_norm_biases, without_gate
-from megaconv.families.parts.decoder_words import DENSE, LAYER_NORM, SQUARED_RELU, decoder_words, partial_rotation
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.keys import flags
 
-_WORDS = (
-    *decoder_words(positions=4096, epsilon=1e-5, epsilon_key="norm_eps", partial=partial_rotation(0.5), tokens=(2, 3, None)),
+_KEYS = (
+    *decoder_keys(positions=4096, epsilon=1e-5, epsilon_key="norm_eps", partial=partial_rotation(0.5), tokens=(2, 3, None)),
     BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
 )  # fmt: skip
 
 FAMILY = Family(
-    "nemotron", ("NemotronForCausalLM",), "nemotron", in_core(with_norm_biases(without_gate(LLAMA_ROWS))), words=_WORDS,
+    "nemotron", ("NemotronForCausalLM",), "nemotron", in_core(with_norm_biases(without_gate(LLAMA_ROWS))), keys=_KEYS,
     fixed=LAYER_NORM | SQUARED_RELU | {"norm.zero_centered": True}, only={"hidden_act": "relu2"}, ignored=IGNORED,
     features=("zero_centered",), recognized=f"{DENSE} norm_bias zero_centered relu2 plain",
 )  # fmt: skip

@@ -5,8 +5,8 @@ Megatron core has no modules for either, nor has Megatron-Bridge this family; na
 
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words
 from megaconv.families.parts.norm_places import normed_over_all_heads, norms_at
 
 _LAYER = norms_at(
@@ -18,6 +18,6 @@ OLMO_LIKE = PLAIN.replace("pre_norm", "output_norm wide_qk_norm")
 
 FAMILY = Family(
     "olmo2", ("Olmo2ForCausalLM",), "olmo2", ROWS,
-    words=(*decoder_words(positions=2048, epsilon=1e-5, tokens=(None, 50279, 1)), BIASES), fixed=OLMO_2, only=SILU,
+    keys=(*decoder_keys(positions=2048, epsilon=1e-5, tokens=(None, 50279, 1)), BIASES), fixed=OLMO_2, only=SILU,
     ignored=IGNORED, features=("qk_norm",), recognized=f"{OLMO_LIKE} !windows",
 )  # fmt: skip

@@ -6,16 +6,16 @@ Megatron core has no modules for these norms; Megatron-Bridge's OLMoE has, for o
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import EXPERTS_WIDTH, MOE_NORM
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
+from megaconv.families.parts.keys import flags, size
 from megaconv.families.parts.norm_places import normed_over_all_heads
-from megaconv.families.parts.words import flags, size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 
 ROWS = in_core(normed_over_all_heads((EMBEDDING, *ATTENTION, MOE_NORM, *QWEN_EXPERTS, *HEAD)))
 
-_WORDS = (
-    *decoder_words(positions=4096, epsilon=1e-5, tokens=(None, 50279, 1)),
+_KEYS = (
+    *decoder_keys(positions=4096, epsilon=1e-5, tokens=(None, 50279, 1)),
     BIASES,
     EXPERTS_WIDTH,
     size("num_experts", "experts.count", 64),
@@ -25,6 +25,6 @@ _WORDS = (
 _FIXED = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "layers.mlp": "experts"}
 
 FAMILY = Family(
-    "olmoe", ("OlmoeForCausalLM",), "olmoe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | _FIXED, only={**SILU, "clip_qkv": None},
+    "olmoe", ("OlmoeForCausalLM",), "olmoe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only={**SILU, "clip_qkv": None},
     ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn wide_qk_norm",
 )  # fmt: skip

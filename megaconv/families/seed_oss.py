@@ -3,19 +3,19 @@
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.keys import flags
 
-_WORDS = (
-    *decoder_words(positions=524288, kv_heads=8, head_dim=128, tokens=(0, 2, 1)),
+_KEYS = (
+    *decoder_keys(positions=524288, kv_heads=8, head_dim=128, tokens=(0, 2, 1)),
     flags("attention_bias", ("attention.qkv_bias",), default=True),
     flags("attention_out_bias", ("attention.o_bias",), default=False),
     flags("mlp_bias", ("mlp.bias",), default=False),
 )
 
 FAMILY = Family(
-    "seed_oss", ("SeedOssForCausalLM",), "seed_oss", in_core(LLAMA_ROWS), words=_WORDS, fixed=LLAMA_LIKE, only=SILU,
+    "seed_oss", ("SeedOssForCausalLM",), "seed_oss", in_core(LLAMA_ROWS), keys=_KEYS, fixed=LLAMA_LIKE, only=SILU,
     ignored=IGNORED, recognized=None,
 )  # fmt: skip
 """Not recognized: Megatron's arguments are a Qwen 2's."""

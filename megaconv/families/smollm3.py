@@ -4,18 +4,18 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
 from megaconv.families.llama import BIASES, IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import (
+from megaconv.families.parts.decoder_keys import (
     LLAMA_LIKE,
     PLAIN,
     SILU,
-    decoder_words,
+    decoder_keys,
     layer_types,
     rope,
     windowed_layers,
     windows_on,
 )
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, need_size
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 
@@ -44,14 +44,14 @@ def _write(config: ModelConfig) -> Raw:
 
 
 _KEYS = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
-_WORDS = (
-    *decoder_words(positions=32768, kv_heads=4, rotation=rope(2e6), tied=True, tokens=(128000, 128001, 128004)),
-    Words(_KEYS, _read, _write),
+_KEYS = (
+    *decoder_keys(positions=32768, kv_heads=4, rotation=rope(2e6), tied=True, tokens=(128000, 128001, 128004)),
+    Keys(_KEYS, _read, _write),
     BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
 )
 
 FAMILY = Family(
-    "smollm3", ("SmolLM3ForCausalLM",), "smollm3", in_core(LLAMA_ROWS), words=_WORDS, fixed=LLAMA_LIKE, only=SILU,
+    "smollm3", ("SmolLM3ForCausalLM",), "smollm3", in_core(LLAMA_ROWS), keys=_KEYS, fixed=LLAMA_LIKE, only=SILU,
     ignored=IGNORED, recognized=f"{PLAIN.replace('!skips_rope', 'skips_rope')} !qkv_alone !qk_norm",
 )  # fmt: skip

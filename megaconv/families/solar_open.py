@@ -3,13 +3,13 @@
 from megaconv.families import Family
 from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
 from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, partial_rotation, rope
 from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words, partial_rotation, rope
-from megaconv.families.parts.expert_words import routed_experts, shared_experts, sigmoid_routing
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.expert_keys import routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.keys import flags
 
-_WORDS = (
-    *decoder_words(
+_KEYS = (
+    *decoder_keys(
         positions=131072, kv_heads=8, head_dim=128, ffn=1280, epsilon=1e-5, rotation=rope(1e6), partial=partial_rotation(1.0)
     ),
     *routed_experts(count=128, width=1280),
@@ -19,7 +19,7 @@ _WORDS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "solar_open", ("SolarOpenForCausalLM",), "solar_open", in_core(UNPREDICTING), words=_WORDS,
+    "solar_open", ("SolarOpenForCausalLM",), "solar_open", in_core(UNPREDICTING), keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID, "layers.mlp": "experts"}, only=SILU, ignored=IGNORED, recognized=None,
 )  # fmt: skip
 """Not recognized: Megatron's arguments are a GLM 4.5's."""

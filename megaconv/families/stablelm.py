@@ -3,20 +3,20 @@
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_rows import in_core, with_norm_biases
-from megaconv.families.parts.decoder_words import (
+from megaconv.families.parts.decoder_keys import (
     DENSE,
     LAYER_NORM,
     LLAMA_LIKE,
     SILU,
-    body_words,
+    body_keys,
     heads,
     partial_rotation,
 )
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.decoder_rows import in_core, with_norm_biases
+from megaconv.families.parts.keys import flags
 
-_WORDS = (
-    *body_words(
+_KEYS = (
+    *body_keys(
         positions=4096, epsilon=1e-5, epsilon_key="layer_norm_eps", partial=partial_rotation(0.25), tokens=(0, 0, None)
     ),
     heads(32, own_size=False),
@@ -26,6 +26,6 @@ _ONLY = {**SILU, "use_parallel_residual": False, "qk_layernorm": False}
 """StableLM 2 12B has both: attention beside the MLP, which Megatron core has no layer for, and a norm for every single head."""
 
 FAMILY = Family(
-    "stablelm", ("StableLmForCausalLM",), "stablelm", in_core(with_norm_biases(LLAMA_ROWS)), words=_WORDS,
+    "stablelm", ("StableLmForCausalLM",), "stablelm", in_core(with_norm_biases(LLAMA_ROWS)), keys=_KEYS,
     fixed=LLAMA_LIKE | LAYER_NORM, only=_ONLY, ignored=IGNORED, recognized=f"{DENSE} norm_bias silu gated !zero_centered",
 )  # fmt: skip

@@ -3,17 +3,17 @@
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
+from megaconv.families.parts.decoder_keys import DENSE, LAYER_NORM, decoder_keys, window
 from megaconv.families.parts.decoder_rows import in_core, respelled, with_norm_biases, without_gate
-from megaconv.families.parts.decoder_words import DENSE, LAYER_NORM, decoder_words, window
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.keys import flags
 
 _NAMES = {
     f"layers.{{l}}.mlp.{ours}.{kind}": {"hf": f"model.layers.{{l}}.mlp.{theirs}.{kind}"}
     for ours, theirs in {"up": "c_fc", "down": "c_proj"}.items()
     for kind in ("weight", "bias")
 }
-_WORDS = (
-    *decoder_words(
+_KEYS = (
+    *decoder_keys(
         positions=4096, kv_heads=2, epsilon=1e-5, epsilon_key="norm_epsilon", tied=True, tokens=(50256, 50256, None)
     ),
     window(None),
@@ -22,7 +22,7 @@ _WORDS = (
 
 FAMILY = Family(
     "starcoder2", ("Starcoder2ForCausalLM",), "starcoder2",
-    in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)), words=_WORDS,
+    in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)), keys=_KEYS,
     fixed=LAYER_NORM | {"mlp.activation": "gelu_tanh", "mlp.gated": False}, only={"hidden_act": "gelu_pytorch_tanh"},
     ignored=IGNORED, recognized=f"{DENSE} norm_bias gelu_tanh plain",
 )  # fmt: skip

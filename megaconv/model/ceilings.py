@@ -35,7 +35,7 @@ _FIELDS = {
 """By the dotted names of a configuration."""
 
 _COUNTS = re.compile(r".*layer.*|first_k_dense_replace|decoder_sparse_step")
-"""Words by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers."""
+"""Keys by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers."""
 
 
 def require_possible(values: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Run(NamedTuple):
     def command(self) -> str:
         from tests.trainer.loop.launches import LLAMA
 
-        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --keep-last 2 --resume {self.words}"
+        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --keep-last 2 --resume {self.keys}"
 
 
 _KEPT = ("iter_0000003", "iter_0000004", "latest")

@@ -7,8 +7,8 @@ transformers 5 writes one rope_parameters for each kind. We read both, and write
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.parts.decoder_words import read_rope
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, need_number
+from megaconv.families.parts.decoder_keys import read_rope
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_number
 from megaconv.model.config import ModelConfig
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -18,7 +18,7 @@ Rope = tuple[float, dict[str, Any] | None]
 """(base, scaling)."""
 
 
-def layer_ropes(theta: float, local_theta: float | None = None) -> Words:
+def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
     """theta, local_theta: of a config.json that doesn't speak of them; None: layers with a window have no base of their own."""
 
     def read(raw: Raw) -> Fields:
@@ -47,7 +47,7 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Words:
         return old | {"rope_parameters": dict(zip(_KINDS, (own, windowed), strict=True))}
 
     keys = ("rope_theta", "rope_scaling", "rope_parameters", *([] if local_theta is None else [_LOCAL]))
-    return Words(keys, read, write)
+    return Keys(keys, read, write)
 
 
 def _nested(raw: Raw, theta: float, local_theta: float) -> tuple[Rope, Rope] | None:

@@ -4,7 +4,7 @@ In each function the numbers count where keys are missing: they are the defaults
 """
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, need_size, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 
@@ -16,7 +16,7 @@ def routed_experts(
     width: int,
     count_key: str = "n_routed_experts",
     per_token_key: str = "num_experts_per_tok",
-) -> tuple[Words, ...]:
+) -> tuple[Keys, ...]:
     """count, per_token: None where there has to be a number."""
     return (
         size(count_key, "experts.count", count),
@@ -25,17 +25,17 @@ def routed_experts(
     )
 
 
-def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> Words:
+def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> Keys:
     """As many as the key says, as one that is so many times as wide; width: of a routed one."""
 
     def read(raw: Raw) -> Fields:
         experts = raw.get(key, count) or 0
         return {"experts.shared_ffn": experts * need_size(raw, "moe_intermediate_size", width)}
 
-    return Words((key,), read, lambda config: {key: config.experts.shared_ffn // max(1, config.experts.ffn)})
+    return Keys((key,), read, lambda config: {key: config.experts.shared_ffn // max(1, config.experts.ffn)})
 
 
-def first_dense(layers: int) -> Words:
+def first_dense(layers: int) -> Keys:
     """first_k_dense_replace: so many layers, then experts in all others."""
 
     def read(raw: Raw) -> Fields:
@@ -45,10 +45,10 @@ def first_dense(layers: int) -> Words:
     def write(config: ModelConfig) -> Raw:
         return {"first_k_dense_replace": min(config.layers_with("moe"), default=config.layer_count)}
 
-    return Words(("first_k_dense_replace",), read, write)
+    return Keys(("first_k_dense_replace",), read, write)
 
 
-def mlp_layer_types(*, dense: int, older: str | None = None) -> Words:
+def mlp_layer_types(*, dense: int, older: str | None = None) -> Keys:
     """A word for each layer, `dense` or `sparse`. older: the key that counts the dense first ones where mlp_layer_types is missing."""
     keys = ("mlp_layer_types", *([older] if older else []))
 
@@ -68,10 +68,10 @@ def mlp_layer_types(*, dense: int, older: str | None = None) -> Words:
         first = min(config.layers_with("moe"), default=config.layer_count)
         return {"mlp_layer_types": kinds} | ({older: first} if older else {})
 
-    return Words(keys, read, write)
+    return Keys(keys, read, write)
 
 
-def sigmoid_routing(*, scale: float, groups: int, group_topk: int, renormalize: bool = True) -> tuple[Words, ...]:
+def sigmoid_routing(*, scale: float, groups: int, group_topk: int, renormalize: bool = True) -> tuple[Keys, ...]:
     """How DeepSeek-V3 chooses experts."""
 
     def read(raw: Raw) -> Fields:
@@ -84,6 +84,6 @@ def sigmoid_routing(*, scale: float, groups: int, group_topk: int, renormalize: 
         return written | {"routed_scaling_factor": experts.scale or 1.0}
 
     return (
-        Words(("n_group", "topk_group", "routed_scaling_factor"), read, write),
+        Keys(("n_group", "topk_group", "routed_scaling_factor"), read, write),
         flags("norm_topk_prob", ("experts.renormalize",), default=renormalize),
     )

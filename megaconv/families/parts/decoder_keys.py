@@ -9,7 +9,7 @@ from math import isclose, log
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, need_number, need_size, number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_number, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 
@@ -35,7 +35,7 @@ Tokens = tuple[int | None, int | tuple[int, ...] | None, int | None]
 """Ids of bos, eos and pad."""
 
 
-def model_words(*, tied: bool, tokens: Tokens) -> tuple[Words, ...]:
+def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
     """What all architectures say with the same keys; tied: whether the head is, where the key is missing."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -51,13 +51,13 @@ def model_words(*, tied: bool, tokens: Tokens) -> tuple[Words, ...]:
 
     return (
         size("vocab_size", "vocab"),
-        Words(
+        Keys(
             ("tie_word_embeddings",),
             lambda raw: {"tie_embeddings": bool(raw.get("tie_word_embeddings", tied))},
             lambda config: {"tie_word_embeddings": config.tie_embeddings},
         ),
-        Words(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),
-        Words(names, read, write),
+        Keys(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),
+        Keys(names, read, write),
     )
 
 
@@ -65,8 +65,8 @@ def _read_dtype(raw: Raw) -> Fields:
     return {"dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")}
 
 
-def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool = True) -> Words:
-    """Grouped queries; the numbers as in decoder_words. own_size: whether there is a head_dim; otherwise heads share hidden_size out."""
+def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool = True) -> Keys:
+    """Grouped queries; the numbers as in decoder_keys. own_size: whether there is a head_dim; otherwise heads share hidden_size out."""
 
     def read(raw: Raw) -> Fields:
         hidden, count = need_size(raw, "hidden_size"), need_size(raw, "num_attention_heads")
@@ -86,7 +86,7 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
         written = {"num_attention_heads": found.heads, "num_key_value_heads": found.kv_heads}
         return written | ({"head_dim": found.head_dim} if own_size else {})
 
-    return Words(("num_attention_heads", "num_key_value_heads", *(["head_dim"] if own_size else [])), read, write)
+    return Keys(("num_attention_heads", "num_key_value_heads", *(["head_dim"] if own_size else [])), read, write)
 
 
 # Rope.
@@ -95,7 +95,7 @@ _PERCENT = "partial_rotary_factor"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
-def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Words:
+def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
     """Base and scaling. theta, scaling: of a config.json that doesn't speak of them."""
 
     def read(raw: Raw) -> Fields:
@@ -108,12 +108,12 @@ def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Words:
         plain = None if scaling is None else {"rope_type": "default"}
         return {"rope_theta": config.positions.theta, "rope_scaling": dict(found) if found else plain}
 
-    return Words(_ROPE_KEYS, read, write)
+    return Keys(_ROPE_KEYS, read, write)
 
 
-def partial_rotation(default: float) -> Words:
+def partial_rotation(default: float) -> Keys:
     """The part of each head that rotates; default: where the key is missing."""
-    return Words(
+    return Keys(
         (_PERCENT,),
         lambda raw: {"positions.rotary_percent": rotary_percent(raw, default)},
         lambda config: {_PERCENT: config.positions.rotary_percent},
@@ -126,7 +126,7 @@ def _whole_heads(raw: Raw) -> Fields:
     return {}
 
 
-WHOLE_HEADS = Words((_PERCENT,), _whole_heads, lambda config: {})
+WHOLE_HEADS = Keys((_PERCENT,), _whole_heads, lambda config: {})
 """Of architectures whose heads rotate whole."""
 
 
@@ -168,9 +168,9 @@ def _without_the_usual(scaling: dict[str, Any]) -> dict[str, Any]:
 # Windows.
 
 
-def window(default: int | None) -> Words:
+def window(default: int | None) -> Keys:
     """One for all layers, or none."""
-    return Words(
+    return Keys(
         ("sliding_window",),
         lambda raw: {"layers.window": raw.get("sliding_window", default) or None},
         lambda config: {"sliding_window": config.window},
@@ -198,7 +198,7 @@ def windows_on(raw: Raw, layers: tuple[int, ...], size_of_window: int | None) ->
     return {"layers.window": per_layer(layers, need_size(raw, "num_hidden_layers"), size_of_window, None)}
 
 
-def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] = ()) -> Words:
+def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] = ()) -> Keys:
     """Layer by layer. default, full_every: the window of all layers but every so many, where config.json doesn't say it.
 
     pattern: further keys, the first of which says full_every where there are no layer_types.
@@ -213,7 +213,7 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
     def write(config: ModelConfig) -> Raw:
         return {"sliding_window": config.window, "layer_types": layer_types(config)}
 
-    return Words(("sliding_window", "layer_types", *pattern), read, write)
+    return Keys(("sliding_window", "layer_types", *pattern), read, write)
 
 
 GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")
@@ -226,17 +226,17 @@ PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 
 
-def body_words(
+def body_keys(
     *,
     positions: int,
     ffn: int | None = None,
     epsilon: float = 1e-6,
     epsilon_key: str = "rms_norm_eps",
-    rotation: Words | None = None,
-    partial: Words = WHOLE_HEADS,
+    rotation: Keys | None = None,
+    partial: Keys = WHOLE_HEADS,
     tied: bool = False,
     tokens: Tokens = (None, None, None),
-) -> tuple[Words, ...]:
+) -> tuple[Keys, ...]:
     """What every Llama-like architecture says, but for attention's heads and its activation.
 
     Numbers are transformers' own defaults for keys that may be left out: max_position_embeddings, intermediate_size (None: it
@@ -250,11 +250,11 @@ def body_words(
         number(epsilon_key, "norm.epsilon", epsilon),
         rotation or rope(10000.0),
         partial,
-        *model_words(tied=tied, tokens=tokens),
+        *model_keys(tied=tied, tokens=tokens),
     )
 
 
-def decoder_words(
+def decoder_keys(
     *,
     positions: int,
     kv_heads: int | None = None,
@@ -262,13 +262,13 @@ def decoder_words(
     ffn: int | None = None,
     epsilon: float = 1e-6,
     epsilon_key: str = "rms_norm_eps",
-    rotation: Words | None = None,
-    partial: Words = WHOLE_HEADS,
+    rotation: Keys | None = None,
+    partial: Keys = WHOLE_HEADS,
     tied: bool = False,
     tokens: Tokens = (None, None, None),
-) -> tuple[Words, ...]:
+) -> tuple[Keys, ...]:
     """The same with grouped queries: num_key_value_heads (None: as many as heads), head_dim (None: hidden_size over heads)."""
-    body = body_words(
+    body = body_keys(
         positions=positions, ffn=ffn, epsilon=epsilon, epsilon_key=epsilon_key, rotation=rotation, partial=partial, tied=tied,
         tokens=tokens,
     )  # fmt: skip
