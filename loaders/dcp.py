@@ -18,7 +18,7 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.check import listing
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, META_ROWS, Naming

@@ -27,8 +27,8 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import read_file, read_sharded
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import family, read_config
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
-from megaconv.families.parts.words import CONFIG_NAME
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import STRUCTURE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaconv import plugins
 from megaconv.errors import UnknownFormat, UsageError
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import Place, scheme_of
 from megaconv.model.ir import Header, Source
 from megaconv.options import LoadOptions, SaveOptions

@@ -9,7 +9,7 @@ import torch
 from megaconv.engine.sidecars import find_sidecars, read_sidecar
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megatron_lite import plot

@@ -10,7 +10,7 @@ from megaconv.engine.base_model import CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key

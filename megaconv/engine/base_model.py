@@ -21,7 +21,7 @@ from megaconv.engine.quantized import dequantize
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.hf_config import load_config
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 
 _INSIDE = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """(beginning of a name, what stands there in a model that has a language model as a part)."""

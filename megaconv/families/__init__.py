@@ -11,7 +11,7 @@ from typing import Any
 from megaconv import plugins
 from megaconv.errors import UnknownFamily
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
-from megaconv.families.parts.words import CONFIG_NAME, Words, read_words, write_words
+from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
@@ -28,7 +28,7 @@ class Family:
     """transformers' class names: `LlamaForCausalLM`."""
     model_type: str
     rows: tuple[Row, ...]
-    words: tuple[Words, ...]
+    keys: tuple[Keys, ...]
     """The keys of its config.json, and the fields of a model's description that they tell."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are the same in all its models, whatever config.json says."""
@@ -53,11 +53,11 @@ class Family:
     def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for what isn't known."""
         quant_method(raw, CONFIG_NAME)
-        return read_words(self.name, self.words, self.fixed, self.only, raw)
+        return read_keys(self.name, self.keys, self.fixed, self.only, raw)
 
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 both understand. Raises NotExpressible, naming it, for a field that it can't keep."""
-        return write_words(self.words, self.fixed, self.only, config, self.architectures[0], self.model_type)
+        return write_keys(self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type)
 
     def config_json(self, config: ModelConfig) -> bytes:
         """The config.json to ship: the model's own words where they are known. Raises NotExpressible, as write_hf."""

@@ -2,7 +2,7 @@
 
 from megaconv.families import Family
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
 from megaconv.model.table import Row
 
 _NAMES = {"model.embed_tokens": "body.embed", "model.layers.": "body.blocks.", "model.norm": "body.last_norm"}
@@ -19,5 +19,5 @@ def _renamed(row: Row) -> Row:
 
 ROWS = tuple(_renamed(row) for row in LLAMA_ROWS)
 FAMILY = Family(
-    "pebble", ("PebbleForCausalLM",), "pebble", ROWS, words=decoder_words(positions=2048), fixed=LLAMA_LIKE, only=SILU
+    "pebble", ("PebbleForCausalLM",), "pebble", ROWS, keys=decoder_keys(positions=2048), fixed=LLAMA_LIKE, only=SILU
 )

@@ -8,7 +8,7 @@ from typing import Any
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 
 QUANT_METHODS = ("fp8", "mxfp4")
 """quant_method of config.json."""
