@@ -100,8 +100,8 @@ SCALINGS: dict[str, Raw | None] = {
 }
 
 
-def raw_config(name: str, **words: Any) -> Raw:
-    """A complete config.json without words that changed between transformers 4 and 5."""
+def raw_config(name: str, **keys: Any) -> Raw:
+    """A complete config.json without keys that changed between transformers 4 and 5."""
     table = families()[name]
     return {
         "architectures": [table.architectures[0]],
@@ -125,8 +125,8 @@ def raw_config(name: str, **words: Any) -> Raw:
     }
 
 
-def raw_gpt2(**words: Any) -> Raw:
-    """A complete config.json of a GPT-2, which has other words."""
+def raw_gpt2(**keys: Any) -> Raw:
+    """A complete config.json of a GPT-2, which has other keys."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -138,7 +138,7 @@ def raw_gpt2(**words: Any) -> Raw:
         "layer_norm_epsilon": 1e-6,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **words,
+        **keys,
     }
 
 
@@ -146,7 +146,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return family_of_hf(raw, "config.json").read_hf(raw)
 
 
-def in_old_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+def in_old_keys(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     return raw | {
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -155,7 +155,7 @@ def in_old_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     }
 
 
-def in_new_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+def in_new_keys(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     return raw | {
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
         "dtype": "bfloat16",
@@ -188,7 +188,7 @@ def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
 
 @st.composite
 def scalings(draw: Draw) -> Raw | None:
-    """What Megatron core has words for."""
+    """What Megatron core can represent."""
     factor = float(draw(st.integers(1, 64)))
     return draw(
         st.sampled_from(
@@ -206,7 +206,7 @@ def scalings(draw: Draw) -> Raw | None:
 @st.composite
 def gpt2_configs(draw: Draw) -> ModelConfig:
     heads = draw(st.integers(1, 4))
-    words = {
+    keys = {
         "n_head": heads,
         "n_embd": heads * draw(st.integers(1, 20)),
         "n_inner": draw(st.none() | st.integers(1, 99)),
@@ -214,7 +214,7 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
         "tie_word_embeddings": draw(st.booleans()),
         "torch_dtype": draw(st.sampled_from(("bfloat16", "float16", "float32"))),
     }
-    return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **words))
+    return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **keys))
 
 
 DEEPSEEKS = (
@@ -456,5 +456,5 @@ def configs(draw: Draw) -> ModelConfig:
     return changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
 
 
-LLAMA = read(in_old_words(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))
+LLAMA = read(in_old_keys(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))
 """A Llama as Megatron's arguments can describe it: without token ids."""

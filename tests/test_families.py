@@ -49,7 +49,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-WORDS: dict[str, dict[str, Any]] = {
+CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 5},
     "gemma3_text": {"query_pre_attn_scalar": 5},
@@ -79,10 +79,16 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(path: Path, family: str, naming: Naming = HF, **words: Any) -> Path:
+def write_model(path: Path, family: str, naming: Naming = HF, **keys: Any) -> Path:
     """A Hugging Face directory with random weights, under the names that the table has and the oracles prove."""
     table = families()[family]
-    raw = {"architectures": [table.architectures[0]], "model_type": table.model_type, **SIZES, **WORDS[family], **words}
+    raw = {
+        "architectures": [table.architectures[0]],
+        "model_type": table.model_type,
+        **SIZES,
+        **CONFIG_KEYS[family],
+        **keys,
+    }
     config = table.read_hf(raw)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     generator = torch.Generator().manual_seed(3)
@@ -291,7 +297,7 @@ class Refused:
     """A change to config.json or a layout that has to end in one clear error."""
 
     family: str
-    words: Mapping[str, Any]
+    keys: Mapping[str, Any]
     sizes: Mapping[str, Any]
     error: type[Exception]
     message: str
@@ -346,7 +352,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.words or case.sizes}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.keys or case.sizes}")
 def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
     plain = {
         "rope_interleave",
@@ -363,10 +369,10 @@ def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
         "attn_logit_softcapping",
         "clip_qkv",
     }
-    at_reading = {"architectures", *plain} & set(case.words)
-    hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.words)
+    at_reading = {"architectures", *plain} & set(case.keys)
+    hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.keys)
     config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps(config | dict(case.words)))
+    (hf / "config.json").write_text(json.dumps(config | dict(case.keys)))
     with pytest.raises(case.error, match=case.message):
         megaconv.convert(hf, tmp_path / "core", saver="core", **case.sizes)
     assert not (tmp_path / "core").exists()

@@ -27,7 +27,7 @@ from tests.config_models import (
     Raw,
     configs,
     found_in_tensors,
-    in_old_words,
+    in_old_keys,
     raw_config,
     read,
 )
@@ -357,7 +357,7 @@ def test_llama3_scaling_with_other_numbers_than_megatron_has_is_refused(other: R
 )
 def test_incomplete_rope_scaling_is_refused_and_no_crash(scaling: Raw) -> None:
     with pytest.raises(CheckpointError, match="rope"):
-        arguments(read(in_old_words(raw_config("llama"), 1e4, scaling)))
+        arguments(read(in_old_keys(raw_config("llama"), 1e4, scaling)))
 
 
 def test_scaling_that_was_left_out_is_there_again_after_the_way_back(tmp_path: Path) -> None:

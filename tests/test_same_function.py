@@ -1,4 +1,4 @@
-"""Nothing that a model computes is dropped on the way into other words: it comes back, or it is refused by name."""
+"""Nothing that a model computes is dropped on the way into other keys: it comes back, or it is refused by name."""
 
 import json
 import shutil
@@ -77,8 +77,8 @@ def model(family: str) -> ModelConfig:
     if family == "gpt2":
         return read(raw_gpt2(n_layer=4, torch_dtype="bfloat16"))
     if family in ("bert", "t5"):
-        words = {"num_hidden_layers": 4} if family == "bert" else {"num_layers": 4}
-        return read({**(BERT if family == "bert" else T5), **words})
+        keys = {"num_hidden_layers": 4} if family == "bert" else {"num_layers": 4}
+        return read({**(BERT if family == "bert" else T5), **keys})
     usual = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1} if family == "glm4_moe" else {}
     return read(raw_config(family, torch_dtype="bfloat16", **usual))
 
@@ -212,12 +212,12 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "core"
 
 
-def stale(core: Path, into: Path, **words: Any) -> Path:
+def stale(core: Path, into: Path, **keys: Any) -> Path:
     """The checkpoint beside a config.json that says something else."""
     shutil.copytree(core, into)
     (into / "megaconv.json").unlink()
     path = into / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | words))
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     return into
 
 

@@ -1,4 +1,4 @@
-"""A config.json as data: which of its keys tell which fields of a model's description, read and written by one declaration.
+"""A config.json as data: which of its keys give which fields of a model's description, read and written by one declaration.
 
     size("num_hidden_layers", "layers.count")
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=False)
@@ -158,13 +158,13 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         return {field: values[word]}
 
     def write(config: ModelConfig) -> Raw:
-        words = [word for word, value in values.items() if value == value_of(config, field)]
-        if not words:
+        named = [word for word, value in values.items() if value == value_of(config, field)]
+        if not named:
             raise NotExpressible(
                 f"the model's {field} is {value_of(config, field)}, which {key} of this architecture's {CONFIG_NAME} "
-                f"can't say: it knows {' and '.join(map(str, dict.fromkeys(values.values())))}"
+                f"can't represent: it has {' and '.join(map(str, dict.fromkeys(values.values())))}"
             )
-        return {key: words[0]}
+        return {key: named[0]}
 
     return Keys((key,), read, write)
 

@@ -196,7 +196,7 @@ def _write(config: ModelConfig, kind: str) -> dict[str, Any]:
     params: dict[str, Any] = common | sizes
     if config.attention.kv_heads != config.attention.heads:
         params["n_kv_heads"] = config.attention.kv_heads
-    params |= _ffn_words(config.hidden, config.mlp.ffn)
+    params |= _ffn_keys(config.hidden, config.mlp.ffn)
     if config.positions.theta != 10_000 or is_llama3(config):
         params["rope_theta"] = config.positions.theta
     if _is_scaled_by_meta(config):
@@ -217,7 +217,7 @@ def _is_scaled_by_meta(config: ModelConfig) -> bool:
     return scaling.get("rope_type") == "llama3" and all(scaling[name] == value for name, value in _SCALING.items())
 
 
-def _ffn_words(dim: int, ffn: int) -> dict[str, Any]:
+def _ffn_keys(dim: int, ffn: int) -> dict[str, Any]:
     """multiple_of and, where it is needed, ffn_dim_multiplier that make this width; published ones if any do."""
     multiple = math.gcd(ffn, 4096)
     base = ffn_width(dim, 1, None)
