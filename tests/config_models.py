@@ -121,7 +121,7 @@ def raw_config(name: str, **keys: Any) -> Raw:
         "eos_token_id": 2,
         **EXPERT_KEYS.get(name, {}),
         **OWN_KEYS.get(name, {}),
-        **words,
+        **keys,
     }
 
 

@@ -138,7 +138,7 @@ def layouts(draw: Draw, family: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", [name for name in WORDS if name not in ("dots1", "stablelm")])
+@pytest.mark.parametrize("family", [name for name in CONFIG_KEYS if name not in ("dots1", "stablelm")])
 @given(data=st.data())
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_there_and_elsewhere_and_back_every_bit_is_the_same(family: str, data: st.DataObject) -> None:

@@ -42,7 +42,7 @@ def _write_layers(config: ModelConfig) -> Raw:
 
 _KEYS = (
     *decoder_keys(positions=2048, kv_heads=32, epsilon=1e-5, tokens=(0, 2, None)),
-    Keys(_WINDOWS.keys, _read_layers, _write_layers),
+    Keys(_WINDOWS.names, _read_layers, _write_layers),
 )
 _PLAIN = PLAIN.replace(" !skips_rope", "").replace("pre_norm", "output_norm")
 

@@ -43,10 +43,10 @@ def _write(config: ModelConfig) -> Raw:
     }
 
 
-_KEYS = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
+_LAYERS = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
 _KEYS = (
     *decoder_keys(positions=32768, kv_heads=4, rotation=rope(2e6), tied=True, tokens=(128000, 128001, 128004)),
-    Keys(_KEYS, _read, _write),
+    Keys(_LAYERS, _read, _write),
     BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
 )
