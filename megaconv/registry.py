@@ -49,7 +49,8 @@ class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
     One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with OPTIONS gets what was given by
-    `--option` in SaveOptions.extra, as loaders do.
+    `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may raise LayoutError
+    there, before the input's tensors are looked up, where a config.json describes the model (`engine/early_check.py`).
     """
 
     DESCRIPTION: str

@@ -12,7 +12,9 @@ from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header
+from megaconv.model.layout import Layout
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
+from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
@@ -50,6 +52,13 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             header.config.embedding_scale,
         )
     return planned
+
+
+def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> None:
+    """Raises LayoutError for sizes asked for that the model can't be sharded to. has_layout: whether the input has one,
+    so that what isn't asked for is not known yet."""
+    asked = Layout(tp=options.tp or 1, ep=options.ep or 1, etp=options.etp or 1)
+    rank_sizes(config, asked if has_layout else choose_layout(config, None, options), shares_heads=True)
 
 
 def _check(options: SaveOptions) -> None:

@@ -17,6 +17,7 @@ from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.cast import CastSource, dtype_name
+from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.engine.ranks import ALONE, Ranks
@@ -130,6 +131,7 @@ def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tup
     """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
     load, place = load_options(saver, options), resolve(str(load_dir))
     name, found = registry.choose(place, options.loader)
+    refuse_sizes(registry.saver(saver), place, load, options.save)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
     read, written = registry.share_options(options.all_extra(), takers)
     return open_source(place, name, replace(load, extra=read))[1], written
