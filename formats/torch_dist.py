@@ -148,9 +148,9 @@ def _about(key: str) -> Iterator[None]:
 
 
 def format_json(backend: str) -> bytes:
-    """metadata.json, in the words that every version of Megatron core understands."""
-    words = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
-    return json.dumps(words | {"common_backend_version": 1}).encode()
+    """metadata.json, with the keys that every version of Megatron core understands."""
+    keys = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
+    return json.dumps(keys | {"common_backend_version": 1}).encode()
 
 
 def read_backend(directory: Path) -> str | None:

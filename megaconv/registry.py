@@ -86,7 +86,7 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     if name in offered:
         return plugins.load(kind, offered[name])
     raise UnknownFormat(
-        f"no {kind[:-1]} is called {name!r}; known are {', '.join([*ours, *offered])}",
+        f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])}",
         code="unknown-loader" if kind == "loaders" else "unknown-saver",
     )
 
@@ -111,13 +111,13 @@ def detect(place: Place) -> tuple[str, Loader]:
     if isinstance(place, str):
         known = sorted({"hf", *(scheme for found in all_loaders().values() for scheme in schemes(found))})
         raise UnknownFormat(
-            f"{place}: no loader takes it; known are {', '.join(f'{scheme}://' for scheme in known)}, "
+            f"{place}: no loader takes it; known: {', '.join(f'{scheme}://' for scheme in known)}, "
             "and those of packages that aren't installed"
         )
     if (place / CONFIG_NAME).is_file():
         return "hf", loader("hf")  # which says best what should lie beside it
     raise UnknownFormat(
-        f"{place}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
+        f"{place}: is not a checkpoint of a known format; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
         "a Megatron directory latest_checkpointed_iteration.txt, mp_rank_* directories or metadata.json, "
         "a distributed checkpoint of PyTorch .metadata, "
         "a directory of Meta's or Mistral's own files params.json and consolidated.*"

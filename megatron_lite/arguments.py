@@ -98,20 +98,20 @@ def type_hints() -> dict[str, Any]:
 
 def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any) -> None:
     text: str = item.metadata["help"]
-    words: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if hint is bool:
-        words = {"nargs": "?", "const": True, "metavar": "true|false"}
+        options = {"nargs": "?", "const": True, "metavar": "true|false"}
     elif item.metadata["choices"]:
-        words = {"choices": item.metadata["choices"]}
+        options = {"choices": item.metadata["choices"]}
         text += " {" + ", ".join(item.metadata["choices"]) + "}"
     elif hint not in (int, float, str):
-        words = {"nargs": "+"}
-    if words.get("metavar") is None:
-        words["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
+        options = {"nargs": "+"}
+    if options.get("metavar") is None:
+        options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
     if item.default not in (None, False):
         text += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"
     group.add_argument(
-        "--" + name.replace("_", "-"), dest=name, type=_reader(_element(hint)), help=text.replace("%", "%%"), **words
+        "--" + name.replace("_", "-"), dest=name, type=_reader(_element(hint)), help=text.replace("%", "%%"), **options
     )
 
 

@@ -97,7 +97,7 @@ def report_alone(text: str) -> None:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """A collective that failed since another rank is gone; gloo and NCCL tell it in words alone."""
+    """A collective that failed since another rank is gone; gloo and NCCL give a message, and no type of their own."""
     words = ("by peer", "Broken pipe", "Connection refused", "NCCL", "gloo", "imed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 

@@ -28,7 +28,7 @@ def frequencies(config: ModelConfig) -> Tensor:
         return _yarn(plain, scaling, config.positions.theta)
     if scaling["rope_type"] != "llama3":
         raise NotExpressible(
-            f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear, llama3 and yarn"
+            f"rope scaling {scaling['rope_type']!r} can't be trained with; supported: linear, llama3 and yarn"
         )
     factor, original, low, high = (
         float(scaling[name])

@@ -27,7 +27,7 @@ DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's:
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises NotExpressible for a model that params.json has no words for, LayoutError for shards that can't be cut."""
+    """Raises NotExpressible for a model that params.json can't represent, LayoutError for shards that can't be cut."""
     config = header.config
     kind = options.checkpoint_type or ("mistral" if config.family in ("mistral", "mixtral") else "meta")
     _check(kind, options)

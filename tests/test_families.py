@@ -301,7 +301,7 @@ CASES = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {},
         NotExpressible,
-        "latent attention, which knows yarn",
+        "latent attention, which supports yarn only",
     ),
     Refused(
         "deepseek_v2", {"topk_method": "group_limited_greedy"}, {}, NotExpressible, "ranks groups by their best expert"
@@ -310,7 +310,7 @@ CASES = [
     Refused("gpt_oss", {}, {"tp": 2}, LayoutError, "give --ep tp or more"),
     Refused("gpt_oss", {"swiglu_alpha": 1.5}, {}, NotExpressible, "swiglu_alpha 1.5"),
     Refused("gemma", {"hidden_act": "relu"}, {}, UnknownFamily, "hidden_act 'relu'"),
-    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
+    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are supported"),
     Refused(
         "gemma", {"architectures": ["Gemma2ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Gemma 2 and later"
     ),

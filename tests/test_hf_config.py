@@ -1,4 +1,4 @@
-"""config.json in two dialects: read, written, refused."""
+"""config.json in two versions: read, written, refused."""
 
 import json
 from dataclasses import replace
@@ -168,7 +168,7 @@ def test_an_unknown_architecture_is_told_what_is_known(keys: Raw, asked: str) ->
     with pytest.raises(UnknownFamily) as caught:
         family_of_hf(raw_config("llama") | keys, "m/config.json")
     message = str(caught.value)
-    assert message.startswith(f"m/config.json: architecture {asked} is not known; known are ")
+    assert message.startswith(f"m/config.json: architecture {asked} is not supported; supported: ")
     for table in families().values():
         assert all(name in message for name in table.architectures)
 

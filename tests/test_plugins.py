@@ -150,7 +150,7 @@ def test_a_checkpoint_that_fits_a_family_of_ours_is_not_another_packages(
 
 def test_without_the_package_its_family_is_unknown(tmp_path: Path) -> None:
     model = write_pebble_model(tmp_path / "model")
-    with pytest.raises(UnknownFamily, match="PebbleForCausalLM is not known"):
+    with pytest.raises(UnknownFamily, match="PebbleForCausalLM is not supported"):
         megaconv.inspect(model)
 
 

@@ -269,7 +269,7 @@ def test_a_rank_that_is_killed_ends_the_others(model: Path, folder: Path, rank: 
         outcomes = fleet.outcomes()
         assert time.monotonic() - started < 10
     assert outcomes[rank].status == -signal.SIGKILL
-    assert_told_once(outcomes, f"rank {rank} ended without a word")
+    assert_told_once(outcomes, f"rank {rank} ended without reporting an error")
 
 
 def test_ranks_whose_launcher_is_killed_end_with_one_line(
@@ -302,7 +302,7 @@ def test_a_rank_that_is_killed_with_the_launcher_ends_the_others(model: Path, fo
         fleet.kill_launcher()
         os.kill(fleet.ranks[0], signal.SIGKILL)
         outcomes = fleet.outcomes()
-    assert_told_once(outcomes, "rank 0 ended without a word", teller=1)
+    assert_told_once(outcomes, "rank 0 ended without reporting an error", teller=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -463,4 +463,4 @@ def test_torchrun_itself_starts_ranks_anew(model: Path, folder: Path) -> None:
     done = torchrun(model, program=("--max-restarts", "1", str(folder / "fails_at_first.py")))
     assert done.returncode == 0, done.stderr
     assert snapshot(model.parent / "out") == expected
-    assert "rank 1 ended without a word" in done.stderr
+    assert "rank 1 ended without reporting an error" in done.stderr

@@ -61,7 +61,7 @@ EVERYTHING = from_fields(
 
 
 def everything(family: str, naming: Naming = CORE) -> ModelConfig:
-    """A model that has every row of a family's table that a naming has words for."""
+    """A model that has every row of a family's table that a naming scheme can represent."""
     dense = {name: field for name, field in FEATURES.items() if not field.startswith("experts.")}
     config = replace(
         changed(EVERYTHING, {field: speaks_of(family, naming, name) for name, field in dense.items()}), family=family
@@ -527,7 +527,7 @@ def test_a_row_without_a_word_in_the_naming_is_not_expressible() -> None:
 def test_a_naming_without_words_for_a_feature_is_expressible_but_not_for_that_model() -> None:
     rows = families()["llama"].rows
     assert expressible(rows, META)
-    with pytest.raises(NotExpressible, match="the meta naming has no words for qkv_bias"):
+    with pytest.raises(NotExpressible, match="qkv_bias can't be represented in the naming scheme meta"):
         list(native_tensors(rows, EVERYTHING, META, Layout(), 0, Chunk(0, 0, 0, 2, True, True), 16))
 
 

@@ -29,7 +29,7 @@ class Catalogue:
     families: Mapping[str, list[str]]
     """transformers' classes."""
     matrix: Mapping[str, Mapping[str, bool]]
-    """Family -> whether each naming has words for it; from the tables themselves."""
+    """Family -> whether each naming scheme can represent it; from the tables themselves."""
 
     def to_json(self) -> dict[str, Any]:
         kinds = {"loaders": self.loaders, "savers": self.savers}

@@ -293,4 +293,4 @@ def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:
 def check_model_type(model_type: str | None) -> None:
     """Raises UsageError for what can't be read."""
     if model_type not in (None, "GPT"):
-        raise UsageError(f"--model-type {model_type}: only GPT (decoder-only) models are known")
+        raise UsageError(f"--model-type {model_type}: only GPT (decoder-only) models are supported")

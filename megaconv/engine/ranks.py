@@ -89,7 +89,7 @@ class Joined(Ranks):
         self.rank, self.size, self._address = rank, size, address
         self._state, self._moved, self._gathered = _WORKING, 0, 0
         self._lost: int | None = None
-        """A rank that ended without a word."""
+        """A rank that ended without reporting an error."""
         self._without_store = False
         self._first: str | None = None
         self._tells = False
@@ -149,7 +149,7 @@ class Joined(Ranks):
             raise CheckpointError(silence(self._address)) from None
         if self._lost is not None and isinstance(error, Interrupted):
             raise CheckpointError(
-                f"rank {self._lost} ended without a word: was it killed, or its machine lost?",
+                f"rank {self._lost} ended without reporting an error: was it killed, or its machine lost?",
                 code="rank-lost",
             ) from None
         raise error

@@ -60,11 +60,11 @@ class Family:
         return write_keys(self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type)
 
     def config_json(self, config: ModelConfig) -> bytes:
-        """The config.json to ship: the model's own words where they are known. Raises NotExpressible, as write_hf."""
+        """The config.json to ship: the model's own where it is known. Raises NotExpressible, as write_hf."""
         now = self.write_hf(config)
         if config.hf is None:
             return as_file(now)
-        # Layers for multi-token prediction are spoken of in many a config.json whose files don't hold them.
+        # Layers for multi-token prediction are listed in many a config.json whose files don't hold them.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
         return as_file(updated(config.hf, self.write_hf(before), now))
 
@@ -79,7 +79,7 @@ REFUSED = {
         "Llama 4 scales queries by their position, for which Megatron core has no layer",
     ),
 }
-"""Architectures that we know and have no family for, with the reason."""
+"""Known architectures without a family, with the reason."""
 
 
 @cache
@@ -117,7 +117,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
-        f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
+        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see CONTRIBUTING.md"
     )
 
 
@@ -134,7 +134,7 @@ def family(name: str) -> Family:
     """One of ours, or of another package's. Raises UnknownFamily."""
     found = families().get(name) or all_families().get(name)
     if found is None:
-        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(all_families())}")
+        raise UnknownFamily(f"model family {name!r} is not known; known: {', '.join(all_families())}")
     return found
 
 
@@ -158,7 +158,7 @@ def recognize(config: ModelConfig) -> Family:
         key=lambda family: len(_unlike(config, family)),
     )
     raise UnknownFamily(
-        f"the checkpoint is of no model family that is known; the nearest is {near.name}, and differs in: "
+        f"the checkpoint is of no supported model family; the nearest is {near.name}, and differs in: "
         + "; ".join(_unlike(config, near))
     )
 

@@ -77,7 +77,7 @@ def _read_windows(raw: Raw) -> Fields:
 
 def _read_alpha(raw: Raw) -> Fields:
     if raw.get("swiglu_alpha", 1.702) != 1.702:
-        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not known, only 1.702 is")
+        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported, only 1.702 is")
     return {}
 
 

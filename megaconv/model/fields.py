@@ -156,13 +156,13 @@ def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str,
 
 
 def lost_fields(config: ModelConfig, back: ModelConfig, *, but: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Field -> (value, what it came back as) of all that a description in other words doesn't keep; but: may differ."""
+    """Field -> (value, what it came back as) of all that another description doesn't keep; but: may differ."""
     skipped = {"family", *but}
     return {name: (ours, theirs) for name, ours, theirs in config_differences(config, back) if name not in skipped}
 
 
 def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Iterable[str] = ()) -> None:
-    """Raises NotExpressible, naming them, for fields that came back otherwise from the words of another description.
+    """Raises NotExpressible, naming them, for fields that came back otherwise from another description.
 
     where: what can't represent them. but: fields that may differ.
     """

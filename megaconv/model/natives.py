@@ -60,7 +60,7 @@ class RankTensors:
         spelled = row.spelling(self.naming)
         if not spelled:
             what = row.when or "this tensor"
-            raise NotExpressible(f"{row.canonical}: the {self.naming} naming has no words for {what}")
+            raise NotExpressible(f"{row.canonical}: {what} can't be represented in the naming scheme {self.naming}")
         # Expert ranks differ in more than names only where all experts of a rank are in one tensor.
         stacked = any(isinstance(one, (Stacked, StackedTransposed)) for one in spelled)
         key = row, rank.tp_rank, rank.ep_rank if stacked else 0

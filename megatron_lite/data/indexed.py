@@ -129,11 +129,11 @@ class IndexedDataset(Documents):
             end = int(self._pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
             if end != size:
                 raise CorruptCheckpoint(
-                    f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} knows of {end:,}; they are of two datasets, "
+                    f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists {end:,}; they are of two datasets, "
                     "or writing was interrupted"
                 )
         elif size:
-            raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} knows of none")
+            raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists none")
 
 
 def _map(path: Path) -> mmap.mmap | bytes:

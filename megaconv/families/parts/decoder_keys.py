@@ -115,7 +115,9 @@ def partial_rotation(default: float) -> Keys:
 
 def _whole_heads(raw: Raw) -> Fields:
     if rotary_percent(raw, 1.0) != 1.0:
-        raise NotExpressible(f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not known in this architecture")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not supported in this architecture"
+        )
     return {}
 
 
@@ -162,7 +164,7 @@ def window(default: int | None) -> Keys:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """transformers' word for each layer's attention."""
+    """transformers' name of each layer's attention."""
     return ["full_attention" if kind.window is None else "sliding_attention" for kind in config.layers]
 
 
@@ -171,7 +173,7 @@ def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
     layers, kinds = need_size(raw, "num_hidden_layers"), raw.get("layer_types") or otherwise
     others = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
     if others:
-        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which is not known in this architecture")
+        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which this architecture doesn't support")
     if len(kinds) != layers:
         raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {len(kinds)} layers, the model has {layers}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")

@@ -1,4 +1,4 @@
-"""A config.json as a file: read, checked for quantized weights, and written again with the model's own words where they are known."""
+"""A config.json as a file: read, checked for quantized weights, and written again with the model's own keys where they are known."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's own config.json, word for word, with what is otherwise now.
+    """A model's own config.json, key by key, with what is otherwise now.
 
     before, now: the file as we write it of the model that it describes, and of the one there is.
     """
@@ -60,8 +60,8 @@ def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str
     return merged
 
 
-def as_file(words: Mapping[str, Any]) -> bytes:
+def as_file(config: Mapping[str, Any]) -> bytes:
     try:
-        return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # half a character, which JSON can spell and UTF-8 can't
-        return (json.dumps(words, indent=2) + "\n").encode()
+        return (json.dumps(config, indent=2) + "\n").encode()

@@ -140,7 +140,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         word = raw.get(key, default)
         if word not in values:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {word!r} is not known in this architecture; expected {' or '.join(values)}"
+                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; expected {' or '.join(values)}"
             )
         return {field: values[word]}
 
@@ -169,7 +169,7 @@ def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: 
     for key, value in {**OFF, **only}.items():
         if raw.get(key, value) != value:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {raw[key]!r} is not known in this architecture, only {value!r} is"
+                f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
             )
     fields: dict[str, Any] = dict(fixed)
     for each in keys:

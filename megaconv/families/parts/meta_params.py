@@ -33,7 +33,7 @@ from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
 
 PARAMS_NAME = "params.json"
 KINDS = {"meta": "Meta's", "mistral": "Mistral's"}
-"""Whose files: the word for --checkpoint-type, and for people."""
+"""Whose files: the value of --checkpoint-type, and for people."""
 
 _UNKNOWN = {
     "quantization_args": "quantized weights", "quantization": "quantized weights", "lora_args": "LoRA weights", "lora": "LoRA weights",
@@ -163,7 +163,7 @@ def is_llama3(config: ModelConfig) -> bool:
 
 
 def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[str, Any]:
-    """params.json for a model; allow_lossy: leave a rope scaling out that has no words there. Raises NotExpressible."""
+    """params.json for a model; allow_lossy: leave out a rope scaling that can't be represented there. Raises NotExpressible."""
     if config.has("encoder") or config.has("transform"):
         raise NotExpressible(f"the model has an encoder, which {KINDS[kind]} {PARAMS_NAME} can't represent")
     written = _write(config, kind)

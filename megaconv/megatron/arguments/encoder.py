@@ -75,7 +75,7 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
     )
     yield (
         legacy and config.positions.kind == "relative",
-        "the model has relative positions, which Megatron's legacy models don't know: choose --saver core",
+        "the model has relative positions, which Megatron's legacy models don't support: choose --saver core",
     )
     yield (
         config.has("post_norm") and not legacy,
@@ -95,7 +95,7 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         )
         yield (
             config.head.activation == "gelu_tanh" and config.mlp.activation != "gelu_tanh",
-            "the model has the approximate gelu before its head only; Megatron has no words for that",
+            "the model has the approximate gelu before its head only, which Megatron doesn't support",
         )
     if config.head.activation or config.encoder.layers:
         yield (
@@ -119,7 +119,7 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         "the model has no norms at the end of its stacks, as Megatron core's local T5 has without Transformer Engine; "
         "others have them: choose --saver core --transformer-impl local",
     )
-    yield config.mlp.activation == "relu", "the model has relu, which Megatron has no words for"
+    yield config.mlp.activation == "relu", "the model has relu, which Megatron doesn't support"
 
 
 def read_encoder(args: Namespace, told: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def read_encoder(args: Namespace, told: Mapping[str, Any], *, legacy: bool) -> d
     told: all the others. Raises UnknownFamily.
     """
     if told.get("experts.count"):
-        raise UnknownFamily("the checkpoint has an encoder with experts, which no model family that is known has")
+        raise UnknownFamily("the checkpoint has an encoder with experts, which no supported model family has")
     if told.get("encoder.layers"):
         distance = getattr(args, "relative_attention_max_distance", None) or 128
         return {"positions.max_distance": distance if told.get("positions.kind") == "relative" else 0}

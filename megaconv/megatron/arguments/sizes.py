@@ -152,7 +152,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
     encoder_layers = sum(_encoder_layers(ranks, layout.vpp, names))
     if names.embedding not in first or not layers:
         raise UnknownFamily(
-            f"{ranks.files[min(ranks.files)]}: is no model that we know (it has no word embeddings, or no layers)"
+            f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
     matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
     for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):

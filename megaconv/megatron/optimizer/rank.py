@@ -252,7 +252,7 @@ class _Part:
         if kind is None:
             raise NotExpressible(
                 f"{self.where}: the optimizer's state of {parameter.name} is {', '.join(sorted(map(str, state)))}; "
-                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are known; {WITHOUT}"
+                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are supported; {WITHOUT}"
             )
         if "step" in state:
             self.result.parameter_steps.add(int(number(state["step"])))

@@ -21,7 +21,7 @@ NO_RNG = (
 )
 NOT_APART = (
     "where an encoder has pipeline stages of its own, Megatron's distributed optimizer lays out copies of the embedding in a way "
-    "that we have seen no file of: its state is neither read nor written"
+    "that is not supported: its state is neither read nor written"
 )
 NO_SCHEDULER = (
     "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"

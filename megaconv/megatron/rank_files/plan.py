@@ -136,7 +136,7 @@ def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOpt
 def plan_ranks(
     header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
 ) -> OutputPlan:
-    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron doesn't support."""
     arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
     carried = carry(header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer))
     vars(arguments).update(carried.arguments(distributed=bool(options.distributed_optimizer)))
@@ -146,7 +146,7 @@ def plan_ranks(
 def megatron_args(
     header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
 ) -> Namespace:
-    """The args to write. Raises NotExpressible for what Megatron has no words for."""
+    """The args to write. Raises NotExpressible for what Megatron doesn't support."""
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
     arguments = to_arguments(
         header.config,

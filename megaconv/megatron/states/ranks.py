@@ -108,7 +108,7 @@ def _require_stacks(ranks: Ranks) -> None:
     if own and 0 < tp < ranks.tp:
         raise UnknownFormat(
             f"{ranks.files[first]}: its encoder has tensor parallel size {tp}, its decoder {ranks.tp}; models whose encoder and "
-            "decoder share their embedding have one size, and no others are known"
+            "decoder share their embedding have one size, and no others are supported"
         )
     if own and own + others != ranks.pp:
         raise CorruptCheckpoint(
