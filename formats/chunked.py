@@ -165,7 +165,7 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
 
 
 def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether all chunks are of one shape and fill a regular grid: the common case, told quickly."""
+    """Whether all chunks are of one shape and fill a regular grid: the common case, found quickly."""
     if not boxes:
         return not prod(shape)
     step: Shape = boxes[0][1]

@@ -4,7 +4,7 @@
     <root>/iter_0000005/mp_rank_01_002/model_optim_rng.pt        (tensor rank 1, pipeline rank 2)
     <root>/iter_0000005/mp_rank_01_002_000/...                   (with an expert rank, where expert parallelism is used)
 
-With two numbers the second is a pipeline or an expert rank; only the contents tell which. Source: megatron/training
+With two numbers the second is a pipeline or an expert rank; only the contents show which. Source: megatron/training
 checkpointing.py of Megatron-LM.
 """
 

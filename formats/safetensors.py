@@ -41,8 +41,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     """What a file says in `__metadata__`. Raises CorruptCheckpoint for a header that can't be read."""
     file = InputFile.open(path)
     try:
-        said = _header(file)[0].get("__metadata__") or {}
-        return {str(name): str(text) for name, text in said.items()}
+        metadata = _header(file)[0].get("__metadata__") or {}
+        return {str(name): str(text) for name, text in metadata.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a valid safetensors file ({error})") from error
 

@@ -73,7 +73,7 @@ class _Window(io.RawIOBase):
 def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -> dict[str, Member]:
     """The members of an archive by name, folders left out. Offsets are the file's.
 
-    start, nbytes: where in the file the archive lies; the whole file unless said.
+    start, nbytes: where in the file the archive lies; the whole file by default.
 
     Raises CorruptCheckpoint for what no writer of checkpoints makes: compression, encryption, names that occur twice or
     lead out of the archive, members that overlap, a directory that contradicts the local headers.

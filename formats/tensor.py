@@ -60,7 +60,7 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 
 
 def as_shape(sizes: object) -> Shape:
-    """A shape, offset or strides that a file tells, a list or tuple. Raises ValueError unless these are natural numbers."""
+    """A shape, offset or strides that a file gives, a list or tuple. Raises ValueError unless these are natural numbers."""
     if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
         raise ValueError(f"{sizes!r:.80} is no list of at most {AXES} numbers")
     if not all(type(size) is int and 0 <= size < AXIS for size in sizes):

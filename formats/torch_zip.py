@@ -76,7 +76,7 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> obj
             found = f"has {record.nbytes} bytes" if record else "is missing"
             what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
             raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
-        if part.name not in checks:  # torch writes zeros for checksums when told not to compute them
+        if part.name not in checks:  # torch writes zeros for checksums when asked not to compute them
             known = record.crc and record.nbytes
             checks[part.name] = file.checked(record.offset, record.nbytes, record.crc) if known else None
         nbytes = record.nbytes if part.nbytes is None else part.nbytes
@@ -95,7 +95,7 @@ def _root(file: InputFile, records: Mapping[str, Member]) -> str:
 
 
 def _content(file: InputFile, record: Member) -> bytes:
-    """torch writes zeros for checksums when told not to compute them."""
+    """torch writes zeros for checksums when asked not to compute them."""
     if record.nbytes > PICKLE_BYTES:
         raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {PICKLE_BYTES}")
     content = file.read(record.offset, record.nbytes)

@@ -66,7 +66,7 @@ def _download(place: str, name: str, revision: str | None) -> Path:
 
     both = "" if place.startswith(_SCHEME) else f"there is no path {place!r} here, and "
     try:
-        # One request, without the retries that a listing has: a Hub that isn't there is told of at once.
+        # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
         found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
         files = [sibling.rfilename for sibling in found.siblings or ()]
         # Where both are there, the safetensors files are the ones that will be read.

@@ -37,7 +37,7 @@ class Loader(Protocol):
 
     def detect(self, path: Any) -> bool:
         """Whether path (a Path; a str for a URI) looks like this kind; looks at names, and at one file's metadata where
-        they don't tell."""
+        they don't say."""
         ...
 
     def open(self, path: Any, options: LoadOptions) -> Source:

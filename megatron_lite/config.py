@@ -27,7 +27,7 @@ class Model:
     kv_channels: int | None = flag(None, "size of one head (hidden / heads)")
     max_position_embeddings: int | None = flag(None, "longest sequence that the model is for (--seq-length)")
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions are told", choices=("learned_absolute", "rope")
+        "learned_absolute", "kind of position embedding", choices=("learned_absolute", "rope")
     )
     rotary_base: float = flag(10000.0, "theta of the rotary embedding")
     rotary_percent: float = flag(1.0, "part of a head that rotates")
@@ -182,7 +182,7 @@ class Checkpointing:
     load: str | None = flag(None, "checkpoint to start from: any that megaconv reads, or a Hub id")
     save: str | None = flag(None, "directory to save to")
     save_interval: int | None = flag(None, "steps between saves (at the end only)")
-    resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as told")
+    resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as the other flags say")
     keep_last: int | None = flag(None, "keep this many checkpoints, remove older ones")
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
     transformer_impl: str = flag(

@@ -1,4 +1,4 @@
-"""Whether a run's sizes fit each other; every refusal tells the arithmetic, before anything is started."""
+"""Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
 
 from dataclasses import dataclass
 

@@ -106,7 +106,7 @@ class Megatron:
 
 
 def _write_line(stream: IO[str] | None, line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # a rank that died is told of by its missing reply
+    with contextlib.suppress(BrokenPipeError):  # a rank that died is noticed by its missing reply
         print(line, file=stream, flush=True)
 
 

@@ -426,8 +426,8 @@ def test_a_checkpoint_that_is_legacy_in_part_is_refused(ckpt: Path) -> None:
 @pytest.mark.parametrize("word", ["7", "5000000000000", "9" * 300, "9" * 4000, "release"])
 def test_a_tracker_that_points_nowhere_is_refused(ckpt: Path, word: str) -> None:
     (ckpt / "latest_checkpointed_iteration.txt").write_text(word)
-    told = word if len(word) < 18 else f"{len(word)} characters"
-    assert_convert_refuses(ckpt, 3, "latest_checkpointed_iteration.txt", told, saver="hf")
+    message = word if len(word) < 18 else f"{len(word)} characters"
+    assert_convert_refuses(ckpt, 3, "latest_checkpointed_iteration.txt", message, saver="hf")
 
 
 @pytest.mark.parametrize("content", [b"", b"five", b"-1", b"1.0", b"../..", b"\xff\xfe", b"1\n2", b"\0", "²".encode()])

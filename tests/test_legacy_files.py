@@ -25,7 +25,7 @@ from tests.put_together import assert_holds, rank_files
 NEW = sorted(path.name for path in FIXTURES.glob("legacy-*"))
 OLD = sorted(path.name for path in FIXTURES.glob("old-gpt2-*"))
 LOAD = LoadOptions(true_vocab_size=100)
-"""Old files don't tell."""
+"""Old files don't say."""
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -407,7 +407,7 @@ def test_groups_in_another_order_are_told_apart_by_their_values(plain: Path, tie
 def test_a_learning_rate_of_their_own_for_embedding_and_head_goes_along(
     plain: Path, tied: Path, tmp_path: Path
 ) -> None:
-    """Of core 0.6 to 0.15, which says so; 0.16 tells it by max_lr, and has that group before the one without decay."""
+    """Of core 0.6 to 0.15, which says so; 0.16 shows it by max_lr, and has that group before the one without decay."""
 
     def apart(state: dict[str, Any]) -> None:
         groups, masters = state["optimizer"]["optimizer"]["param_groups"], state["optimizer"]["fp32_from_fp16_params"]

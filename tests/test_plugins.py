@@ -272,7 +272,7 @@ def test_a_run_of_a_uri_is_resumed_only_while_the_loader_knows_it_unchanged(
     forgetful = lambda *args, **words: Header(*args, **words | {"revision": None})  # noqa: E731
     monkeypatch.setattr(f"{PACKAGE}.loader.Header", forgetful)
     command = ["convert", "--load-dir", "pebble://team/model", "--saver", "hf", "--option", f"store={store}"]
-    assert_refused(run(*command, "--save-dir", tmp_path / "out", "--resume"), 2, "--resume", "doesn't tell whether")
+    assert_refused(run(*command, "--save-dir", tmp_path / "out", "--resume"), 2, "--resume", "can't detect whether")
     assert run(*command, "--save-dir", tmp_path / "out").status == 0
 
 

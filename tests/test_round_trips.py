@@ -355,7 +355,7 @@ def edit_args(root: Path, edit: Callable[[Namespace], None]) -> None:
 
 
 def without_true_vocab(tmp_path: Path) -> Path:
-    """A core checkpoint of 100 padded to 112 tokens that doesn't tell how many of them are real."""
+    """A core checkpoint of 100 padded to 112 tokens that doesn't say how many of them are real."""
     core = convert(
         write_llama(tmp_path / "hf", vocab=100), tmp_path / "core", tp=2, pp=2, vocab_divisor=8, vocab_padding="zero"
     )

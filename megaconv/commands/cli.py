@@ -28,7 +28,7 @@ Config = Annotated[
 ]
 TrueVocab = Annotated[
     int | None,
-    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't tell."),
+    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't give it."),
 ]
 
 

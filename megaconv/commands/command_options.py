@@ -172,7 +172,7 @@ DistFiles = Annotated[
     typer.Option(
         "--dist-files",
         min=1,
-        help="Files to share a torch_dist or dcp output out over; as many as --workers unless said.",
+        help="Files to share a torch_dist or dcp output out over; as many as --workers by default.",
     ),
 ]
 Base = Annotated[
@@ -216,7 +216,7 @@ Overwrite = Annotated[
     typer.Option("--overwrite", help="Replace what is at --save-dir, in one step, once the output is complete."),
 ]
 
-# Megatron-LM's converter has these too; a checkpoint tells most of them by itself.
+# Megatron-LM's converter has these too; a checkpoint gives most of them itself.
 Bf16 = Annotated[bool, typer.Option("--bf16", hidden=True)]
 Fp16 = Annotated[bool, typer.Option("--fp16", hidden=True)]
 ModelType = Annotated[str | None, typer.Option("--model-type", hidden=True)]

@@ -174,8 +174,8 @@ def prepare(
     files = options.save.files or _workers(options) * processes
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
-        told = options.load.config is not None or options.load.true_vocab_size is not None
-        check = check_source(place, written, source.header.manifest, other_shapes=told)
+        overridden = options.load.config is not None or options.load.true_vocab_size is not None
+        check = check_source(place, written, source.header.manifest, other_shapes=overridden)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
@@ -365,7 +365,7 @@ def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str
     if isinstance(place, Path):
         return []
     if options.resume and header.revision is None:
-        raise UsageError(f"--resume: the loader of {place} doesn't tell whether it has changed since; leave it out")
+        raise UsageError(f"--resume: the loader of {place} can't detect whether it has changed since; leave it out")
     return [place, header.revision or ""]
 
 

@@ -1,12 +1,12 @@
 """The processes that torchrun or srun has started for one conversion: they agree on it, watch each other and end together.
 
-    store       what ranks tell each other: digests, and who was the first to fail (that of torch.distributed's rendezvous)
+    store       what ranks send each other: digests, and who was the first to fail (that of torch.distributed's rendezvous)
     gloo        the watch: twice a second rank 0 asks every other rank how it does; a process that is killed drops its
                 connection, which is noticed at once
     the store's connection (store_watch.py)     drops when the process that started the ranks is killed
 
 Whatever ends one rank ends all: those who learn of it send themselves SIGTERM, which takes the way of every interrupted
-conversion. The first to fail tells its cause, the others say nothing. Torch is imported only where there are ranks.
+conversion. The first to fail reports its cause, the others report nothing. Torch is imported only where there are ranks.
 """
 
 import logging
@@ -92,7 +92,7 @@ class Joined(Ranks):
         """A rank that ended without reporting an error."""
         self._without_store = False
         self._first: str | None = None
-        self._tells = False
+        self._reports = False
         """Whether this rank was the first to end, and has to say why."""
         self._advance: Callable[[int], None] = lambda count: None
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -143,7 +143,7 @@ class Joined(Ranks):
             return
         self.fail(error)
         self._leave()
-        if not self._tells:
+        if not self._reports:
             raise SystemExit(1) from None
         if self._without_store and isinstance(error, Interrupted):
             raise CheckpointError(silence(self._address)) from None
@@ -223,10 +223,10 @@ class Joined(Ranks):
                 mine = f"{how} {self.rank}"
                 try:
                     self._first = str(self._store.compare_set("end", "", mine).decode())
-                except RuntimeError:  # the store has gone: rank 0 tells, or rank 1 if rank 0 has gone with it
-                    teller = 1 if self._lost == 0 else 0
-                    self._first = mine if self.rank == teller else f"interrupted {teller}"
-                self._tells = self._first == mine
+                except RuntimeError:  # the store has gone: rank 0 reports, or rank 1 if rank 0 has gone with it
+                    reporter = 1 if self._lost == 0 else 0
+                    self._first = mine if self.rank == reporter else f"interrupted {reporter}"
+                self._reports = self._first == mine
             return self._first
 
     def _outlive_others(self) -> None:

@@ -1,4 +1,4 @@
-"""Where an output may not go, since it would replace what nobody meant: told before anything is read."""
+"""Where an output may not go, since it would replace what nobody meant: reported before anything is read."""
 
 import os
 from collections.abc import Iterable

@@ -29,7 +29,7 @@ class Family:
     model_type: str
     rows: tuple[Row, ...]
     keys: tuple[Keys, ...]
-    """The keys of its config.json, and the fields of a model's description that they tell."""
+    """The keys of its config.json, and the fields of a model's description that they give."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are the same in all its models, whatever config.json says."""
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -43,10 +43,10 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
-    """What a config.json leaves open and only the names of the tensors beside it tell."""
+    """What a config.json leaves open and only the names of the tensors beside it show."""
     recognized: str | None = None
     """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
-    None where these don't tell it from another family that computes the same."""
+    None where these don't distinguish it from another family that computes the same."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
 

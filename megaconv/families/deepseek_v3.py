@@ -58,16 +58,16 @@ _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk
 
 
 def _read_latent(raw: Raw) -> Fields:
-    said = {**_LATENT, **raw}
-    heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(said, "qk_rope_head_dim")
+    given = {**_LATENT, **raw}
+    heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(given, "qk_rope_head_dim")
     return {
         "attention.heads": heads,
         "attention.kv_heads": heads,
-        "attention.head_dim": need_size(said, "qk_nope_head_dim") + rope_dim,
+        "attention.head_dim": need_size(given, "qk_nope_head_dim") + rope_dim,
         "latent.rope_dim": rope_dim,
-        "latent.v_dim": need_size(said, "v_head_dim"),
-        "latent.kv_rank": need_size(said, "kv_lora_rank"),
-        "latent.q_rank": said["q_lora_rank"] or 0,
+        "latent.v_dim": need_size(given, "v_head_dim"),
+        "latent.kv_rank": need_size(given, "kv_lora_rank"),
+        "latent.q_rank": given["q_lora_rank"] or 0,
     }
 
 

@@ -66,7 +66,7 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What the class takes rope for that config.json doesn't speak of."""
+"""What the class takes rope for where config.json doesn't mention it."""
 
 
 def _read_windows(raw: Raw) -> Fields:

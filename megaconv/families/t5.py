@@ -1,7 +1,7 @@
 """T5: an encoder, and a decoder that attends to it. Megatron's is another function than transformers' of the same name.
 
 Megatron divides attention scores by the square root of the head size, and has biases, LayerNorm and learned positions unless
-told otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each with its own keys: what one has
+configured otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each with its own keys: what one has
 and the other hasn't is refused.
 """
 

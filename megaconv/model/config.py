@@ -74,7 +74,7 @@ class Positions:
     interleaved: bool = False
     """Whether an element rotates with its neighbour, and not with the one half a head further."""
     buckets: int = 0
-    """Distances that relative positions tell from each other, the largest of which is max_distance."""
+    """Distances that relative positions distinguish, the largest of which is max_distance."""
     max_distance: int = 0
 
 

@@ -138,14 +138,14 @@ def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
     """Rope scaling with what transformers and Megatron take a missing key for; both take one mscale without the other for none."""
     if config.positions.scaling is None:
         return None
-    said = {name: value for name, value in config.positions.scaling.items() if value is not None}
-    if said["rope_type"] != "yarn":
-        return said
+    given = {name: value for name, value in config.positions.scaling.items() if value is not None}
+    if given["rope_type"] != "yarn":
+        return given
     original = 4096 if config.latent.kv_rank else config.max_positions
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": original, "truncate": True}
-    if not (said.get("mscale") and said.get("mscale_all_dim")):
-        said = {name: value for name, value in said.items() if not name.startswith("mscale")}
-    return usual | said
+    if not (given.get("mscale") and given.get("mscale_all_dim")):
+        given = {name: value for name, value in given.items() if not name.startswith("mscale")}
+    return usual | given
 
 
 def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:

@@ -3,7 +3,7 @@
     Naming("core", ("grouped",))    looks for a spelling under core_grouped, then under core
 
 hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
-          writes them when it is told not to keep the older form.
+          writes them when its option says not to keep the older form.
 core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own. Experts are modules of their own;
           `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
 legacy    Megatron's models before core, their nested dictionaries flattened to names with dots.

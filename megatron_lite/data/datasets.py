@@ -109,7 +109,7 @@ def _check(options: DataOptions) -> None:
 
 
 def _form(options: DataOptions, tokenizer: Tokenizer) -> SampleForm:
-    """A padding token that is the end token too can't be told from it in the data, so nothing counts as padding then."""
+    """A padding token that is the end token too can't be distinguished from it in the data, so nothing counts as padding then."""
     pad = tokenizer.pad
     resets = options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss
     eod = _eod(tokenizer) if any(resets) else tokenizer.eod

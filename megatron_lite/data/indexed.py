@@ -10,7 +10,7 @@
        34   int32[S]    tokens of each sequence
             int64[S]    where it starts in the .bin, in bytes
             int64[D]    0, then the number of sequences up to the end of each document
-            int8[S]     mode of each sequence: multimodal datasets only, and nothing but the size of the file tells
+            int8[S]     mode of each sequence: multimodal datasets only, and only the size of the file shows it
 
 Data for GPT has one sequence a document, data for BERT and T5 one a sentence. As megatron-core 0.16 reads and writes it.
 """

@@ -112,10 +112,10 @@ def test_a_tracker_of_binary_garbage_is_refused(tmp_path: Path) -> None:
     ("word", "told"),
     [("5", "says 5"), ("release", "says release"), ("9" * 300, "300 characters"), ("9" * 4000, "4000 char")],
 )
-def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str, told: str) -> None:
+def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str, expected: str) -> None:
     make(tmp_path / "iter_0000009", "mp_rank_00")
     track(tmp_path, word)
-    with pytest.raises(CorruptCheckpoint, match=rf"latest_checkpointed_iteration\.txt: .*{told}"):
+    with pytest.raises(CorruptCheckpoint, match=rf"latest_checkpointed_iteration\.txt: .*{expected}"):
         find_version(tmp_path)
 
 

@@ -66,8 +66,8 @@ def heads(kv_heads: int | None, head_dim: int | None) -> Keys:
 
     def read(raw: Raw) -> Fields:
         hidden, count = need_size(raw, "hidden_size"), need_size(raw, "num_attention_heads")
-        said = {"num_key_value_heads": kv_heads, **raw}
-        groups = count if said["num_key_value_heads"] is None else need_size(said, "num_key_value_heads")
+        given = {"num_key_value_heads": kv_heads, **raw}
+        groups = count if given["num_key_value_heads"] is None else need_size(given, "num_key_value_heads")
         if count % groups:
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: num_key_value_heads {groups} doesn't divide num_attention_heads {count}"
@@ -89,7 +89,7 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
-    """Base and scaling. theta, scaling: of a config.json that doesn't speak of them."""
+    """Base and scaling. theta, scaling: of a config.json that doesn't mention them."""
 
     def read(raw: Raw) -> Fields:
         silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
@@ -188,7 +188,7 @@ GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "s
 """Two names for one activation."""
 
 PLAIN = "rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
-"""What tells a dense Llama-like decoder from all others; what tells one from another comes on top."""
+"""What distinguishes a dense Llama-like decoder from all others; what distinguishes one from another comes on top."""
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 
 

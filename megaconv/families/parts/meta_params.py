@@ -5,7 +5,7 @@
     {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
      "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}                                    (Mistral: 7B v0.1)
 
-A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither tells token ids, nor Meta's how
+A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither has token ids, nor Meta's how
 many positions there are or how rope is scaled. What is assumed instead:
 
     Llama 1     2048 positions                               bos 1, eos 2
@@ -59,7 +59,7 @@ def load_params(path: Path) -> dict[str, Any]:
 
 
 def kind_of(params: Mapping[str, Any]) -> str:
-    """`mistral` where the width of the MLP is told, as Meta never does; else `meta`."""
+    """`mistral` where the width of the MLP is given, as Meta never does; else `meta`."""
     return "mistral" if "hidden_dim" in params else "meta"
 
 

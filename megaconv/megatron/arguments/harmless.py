@@ -7,7 +7,7 @@ belongs into known.REFUSED.
 from collections.abc import Mapping
 
 _BY_REASON: Mapping[str, str] = {
-    "the tensors themselves tell it": """
+    "the tensors themselves show it": """
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
         export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model
         gated_linear_unit hidden_size mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq moe_router_enable_expert_bias

@@ -67,7 +67,7 @@ LIMITED: Mapping[str, Limit] = {
 _CONFIGURATION: Mapping[str, Limit] = {
     "softmax_scale": Limit((None,), "attention scores are scaled by it, not by 1 / sqrt(head size)"),
     "softmax_type": Limit(
-        (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, of which no tensor tells"
+        (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, which no tensor shows"
     ),
     "qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
     "attention_output_gate": Limit((None, False), "the output of attention is multiplied by a gate"),

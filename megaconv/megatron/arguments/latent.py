@@ -20,7 +20,7 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings"
 
 
 def latent_arguments(config: ModelConfig) -> dict[str, Any]:
-    """All that tells latent attention. Raises NotExpressible for a scaling that Megatron doesn't support."""
+    """All arguments of latent attention. Raises NotExpressible for a scaling that Megatron doesn't support."""
     if not config.latent.kv_rank:
         return {"multi_latent_attention": False}
     return {

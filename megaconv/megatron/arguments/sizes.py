@@ -15,7 +15,7 @@ from megaconv.model.layout import Layout
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Names of the tensors that tell most."""
+    """Names of the tensors whose shapes give the model's sizes."""
 
     embedding: str
     positions: str
@@ -231,7 +231,7 @@ def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[
 
 
 def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:
-    """By the shape of a shard: args of some tools don't tell the truth."""
+    """By the shape of a shard: args of some tools are wrong."""
     for chunk in (chunk for chunks in ranks.weights.values() for chunk in chunks):
         for name, tensor in chunk.items():
             if ".experts." in name and "linear_fc2.weight" in name:

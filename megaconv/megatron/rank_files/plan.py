@@ -171,7 +171,7 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
     files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
-    # A mixture that only Megatron knows has no config.json: its args say all there is to say.
+    # A mixture that only Megatron knows has no config.json: its args say everything there is.
     with suppress(NotExpressible):
         files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
     tracked = rank_files.RELEASE if iteration is None else str(iteration)

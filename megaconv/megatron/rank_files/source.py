@@ -176,14 +176,14 @@ def _configure(
                 f"{directory / CONFIG_NAME}: says {name} = {value_of(config, name)}, the checkpoint has {described[name]}; "
                 "it describes another model"
             )
-    config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may speak of layers that nobody saved
+    config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may list layers that nobody saved
     with well_formed("the rank files' args"):
-        told = read_fields(args, found, legacy=legacy)
-    return _as_the_run_went_on(config, told, args, str(directory / CONFIG_NAME), config_wins=required)
+        given = read_fields(args, found, legacy=legacy)
+    return _as_the_run_went_on(config, given, args, str(directory / CONFIG_NAME), config_wins=required)
 
 
 def _as_the_run_went_on(
-    config: ModelConfig, told: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
+    config: ModelConfig, given: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
 ) -> ModelConfig:
     """config.json with what the run's own arguments say otherwise; every difference is named.
 
@@ -191,7 +191,7 @@ def _as_the_run_went_on(
     it was asked for (--config) nonetheless. What its writer left out of the arguments is not compared.
     """
     skipped = {*STRUCTURE, *NOT_COMPUTED, "vocab", *getattr(args, LEFT_OUT, ())}
-    run = changed(config, {name: value for name, value in told.items() if name not in skipped})
+    run = changed(config, {name: value for name, value in given.items() if name not in skipped})
     differences = config_differences(config, run)
     for name, ours, theirs in differences:
         _log.warning(
@@ -204,19 +204,19 @@ def _as_the_run_went_on(
 
 def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:
     """The true vocabulary: as asked, as config.json or args say, or all rows."""
-    told = options.true_vocab_size
-    if told is None:
+    given = options.true_vocab_size
+    if given is None:
         with well_formed("the rank files' args"):
-            told = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
-    if told is None:
+            given = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
+    if given is None:
         _log.warning(
             "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N cuts it)",
             padded,
         )
         return padded
-    if not 0 < told <= padded:
-        raise UsageError(f"a vocabulary of {told} is larger than the {padded} rows of the embedding")
-    return told
+    if not 0 < given <= padded:
+        raise UsageError(f"a vocabulary of {given} is larger than the {padded} rows of the embedding")
+    return given
 
 
 def _training(source: RankSource) -> TrainingState:

@@ -112,7 +112,7 @@ def _require_stacks(ranks: Ranks) -> None:
         )
     if own and own + others != ranks.pp:
         raise CorruptCheckpoint(
-            f"{ranks.files[first]}: its args tell of {own} pipeline stages of an encoder and {others} of a decoder, there are rank "
+            f"{ranks.files[first]}: its args have {own} pipeline stages of an encoder and {others} of a decoder, there are rank "
             f"directories for {ranks.pp} in all; is one missing?"
         )
 

@@ -1,4 +1,4 @@
-"""Datasets and batches: every token is drawn, resumes and layouts see the same samples, the cache is safe, mistakes are told."""
+"""Datasets and batches: every token is drawn, resumes and layouts see the same samples, the cache is safe, mistakes are reported."""
 
 import os
 import subprocess
