@@ -1,6 +1,6 @@
 """Tensors of any number of axes that are stored as chunks: rectangles with an offset, each somewhere else on the disk.
 
-A stacked tensor [layers, experts, rows, cols] comes apart along its first axis (`unstack`) into tensors that read nothing
+A stacked tensor [layers, experts, rows, cols] can be split along its first axis (`unstack`) into tensors that read nothing
 but their own bytes. Chunks may be irregular, come in any order and hold no element at all; together they cover the
 tensor exactly once.
 """
@@ -44,19 +44,19 @@ class Rectangle(NamedTuple):
     """A chunk, or a plane of it, in the matrix that the tensor is seen as; row and col: of its first element in the chunk's
     own matrix.
 
-    turned: the tensor is a vector, one column; the stored chunk has more axes, and there it is a row.
+    transposed: the tensor is a vector, one column; the stored chunk has more axes, and there it is a row.
     """
 
     box: Box
     row: int
     col: int
-    turned: bool
+    transposed: bool
     stored: Stored
 
     def read_into(self, wanted: Box, out: Bytes) -> None:
         """wanted: inside box."""
         row, col = self.row + wanted.row0 - self.box.row0, self.col + wanted.col0 - self.box.col0
-        if not self.turned:
+        if not self.transposed:
             self.stored.tensor().read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
             return
         first = self.col + wanted.row0 - self.box.row0
@@ -102,7 +102,7 @@ class ChunkedTensor:
             if not prod(chunk.shape):
                 continue
             rows, cols = matrix_shape(chunk.shape[-2:])
-            turned = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
+            transposed = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
             for index in product(*map(range, chunk.shape[:-2])):
                 place = tuple(o + i for o, i in zip(chunk.offset, index, strict=False))
                 row0 = _ravel(place, self.shape) * rows_before + (chunk.offset[-2] if len(chunk.offset) > 1 else 0)
@@ -112,20 +112,20 @@ class ChunkedTensor:
                 stored = (*chunk.fixed, *index, *(0,) * min(2, len(chunk.shape)))
                 before, col = (stored[:-1], stored[-1]) if len(stored) > 1 else (stored, 0)
                 row = _ravel(before, chunk.stored_shape)
-                yield Rectangle(Box(row0, row0 + rows, col0, col0 + cols), row, col, turned, chunk.stored)
+                yield Rectangle(Box(row0, row0 + rows, col0, col0 + cols), row, col, transposed, chunk.stored)
 
     def unstack(self) -> "list[ChunkedTensor]":
         """The tensors along the first axis. Raises CorruptCheckpoint for a scalar."""
         if not self.shape:
-            raise CorruptCheckpoint("a single number can't be taken apart")
-        apart: list[list[Chunk]] = [[] for _ in range(self.shape[0])]
+            raise CorruptCheckpoint("a scalar can't be unstacked")
+        slices: list[list[Chunk]] = [[] for _ in range(self.shape[0])]
         for chunk in self.chunks:
             for index in range(chunk.shape[0]):
                 inner = chunk._replace(
                     offset=chunk.offset[1:], shape=chunk.shape[1:], fixed=(*chunk.fixed, index)
                 )  # fmt: skip
-                apart[chunk.offset[0] + index].append(inner)
-        return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in apart]
+                slices[chunk.offset[0] + index].append(inner)
+        return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in slices]
 
 
 def joined(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:

@@ -40,7 +40,7 @@ class Range(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and the range that holds it in an envelope of its own."""
+    """A rectangle of a tensor, and the range that holds it in a torch zip archive of its own."""
 
     offset: Shape
     shape: Shape

@@ -99,8 +99,8 @@ def read(version: Path) -> RankFiles:
         file = directory / MODEL_FILE
         if file.with_name(_OLD_MODEL_FILE).is_file():
             raise CorruptCheckpoint(
-                f"{file.with_name(_OLD_MODEL_FILE)}: a checkpoint of Megatron up to 23.04 with a distributed optimizer, which lies "
-                "apart for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
+                f"{file.with_name(_OLD_MODEL_FILE)}: a checkpoint of Megatron up to 23.04 with a distributed optimizer, which is "
+                "saved separately for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
             )
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one", code="missing-file")

@@ -72,7 +72,7 @@ def _parse(file: InputFile) -> dict[str, FileTensor]:
     )
     for (_, end), (begin, _) in pairwise([(start, start), *spans, (file.size, file.size)]):
         if end != begin:
-            raise ValueError(f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is cut off")
+            raise ValueError(f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is truncated")
     return tensors
 
 
@@ -129,7 +129,7 @@ class SafetensorsLayout:
         self.size = start + position
         self.records = {name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()}
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield 0, self._header
 
 

@@ -1,7 +1,7 @@
 """Lazy tensors: a shape, a dtype, and a way to read any rectangle of it into a buffer that the caller owns.
 
 Every tensor is seen as a matrix of elements: one of shape [a, b, c] has a*b rows and c columns, a vector [n] has n rows
-and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying rectangles, and needs bytes alone:
+and one column, a scalar is 1 by 1. Moving, sharding and joining then is copying rectangles, and needs bytes alone:
 dtypes are names (torch's), and buffers are arrays of bytes.
 """
 

@@ -118,7 +118,7 @@ class TorchZipLayout:
     """Of tensors, by member name."""
     needs_checksums: bool = True
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of everything that is not a tensor. checksums: CRC-32 of each record, by key."""
         crcs = {name: crc32(content) for name, content in self.contents.items()}
         crcs |= {name: checksums[key] for name, key in self.keys.items()}

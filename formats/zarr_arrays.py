@@ -150,7 +150,7 @@ class ChunkLayout:
         self.size = byte_count(shape, dtype)
         self.records = {self.RECORD: Record(0, self.size)}
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         return iter(())
 
 

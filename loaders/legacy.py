@@ -18,8 +18,8 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Box
 from megaconv.errors import UnknownFamily
-from megaconv.megatron.arguments.sizes import LEGACY_LANDMARKS
-from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
+from megaconv.megatron.arguments.sizes import LEGACY_SIZE_TENSORS
+from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.ranks import Ranks, holds_legacy
 from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import LEGACY
@@ -43,8 +43,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     _require_known(source.ranks)
     version = _version(source.state, source.args, source.ranks.files[min(source.ranks.files)])
     described = f"legacy, torch format, checkpoint version {version}"
-    dialect = Dialect(LEGACY_LANDMARKS, LEGACY, described, lambda native: _arrange(native, version))
-    return open_model(source, options, dialect)
+    spellings = Spellings(LEGACY_SIZE_TENSORS, LEGACY, described, lambda native: _arrange(native, version))
+    return open_model(source, options, spellings)
 
 
 def _require_known(ranks: Ranks) -> None:

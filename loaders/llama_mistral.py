@@ -3,7 +3,7 @@
     params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: a file for every tensor-parallel rank
     params.json, consolidated.safetensors                         Mistral: whole, or in several files with an index
 
-q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 cut the embedding by columns, Llama 3 by rows: the
+q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 shard the embedding by columns, Llama 3 by rows: the
 shapes show. They show the width of Llama's MLP and its vocabulary too, which params.json may leave open. A head is tied
 where it is missing, or equal to the embedding in every bit. What neither gives is assumed as megaconv/families/parts/meta_params.py says;
 a Hugging Face directory (--config) knows better.
@@ -152,7 +152,7 @@ def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapp
     by_rows = rows * count if cols == params.get("dim") else rows
     vocab = by_rows if tied else shape("output.weight")[0] * count
     stated = params.get("vocab_size", -1)
-    moe = params.get("moe")  # then params.json tells
+    moe = params.get("moe")  # then params.json says so
     ffn = params.get("hidden_dim") if moe else shape("layers.0.feed_forward.w1.weight")[0] * count
     return {"vocab": stated if stated != -1 else vocab, "mlp.ffn": ffn, "tie_embeddings": tied}
 

@@ -33,7 +33,7 @@ class UsageError(CheckpointError):
 
 
 class LayoutError(CheckpointError):
-    """A model that can't be cut over the ranks asked for."""
+    """A model that can't be sharded over the ranks asked for."""
 
     exit_status = 2
     code = "layout-impossible"

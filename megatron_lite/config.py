@@ -61,7 +61,9 @@ class Parallel:
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
     account_for_loss_in_pipeline_split: bool = flag(False, "count the head as a layer when sharing out")
     pipeline_model_parallel_layout: str | None = flag(None, "all stages, as in Et*3|(tt|)*2,tL")
-    sequence_parallel: bool = flag(False, "cut what lies between the matrices along the sequence, over the tp ranks")
+    sequence_parallel: bool = flag(
+        False, "shard activations between the matrices along the sequence, over the tp ranks"
+    )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
     overlap_param_gather: bool = flag(False, "gather parameters while the forward pass goes on")

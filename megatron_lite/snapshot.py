@@ -1,6 +1,6 @@
 """What a rank puts into a checkpoint: blocks of `torch_dist`, or a whole rank file of `torch`; views, or copies of a moment.
 
-Optimizer state is saved as Megatron's fully_reshardable form: cut like the weights, whatever ranges the ranks own.
+Optimizer state is saved as Megatron's fully_reshardable form: sharded like the weights, whatever ranges the ranks own.
 """
 
 from collections import OrderedDict

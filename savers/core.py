@@ -24,7 +24,7 @@ DISTRIBUTED = ("torch_dist", "zarr")
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron doesn't support."""
+    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
     _check(options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))

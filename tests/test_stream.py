@@ -384,13 +384,13 @@ class Broken:
 
 
 class Shy(PlainFile):
-    """A file whose frame can't be had."""
+    """A file whose headers can't be made."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(b"content")
         self._error = error
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         raise self._error
 
 

@@ -575,7 +575,7 @@ def test_a_name_that_no_row_has_is_an_error_that_names_it() -> None:
         order("decoder.layers.0.mlp.linear_fc1.scale")
 
 
-# What can't be cut.
+# What can't be sharded.
 
 
 @pytest.mark.parametrize(

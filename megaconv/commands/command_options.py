@@ -255,7 +255,7 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
-        raise UsageError(f"--layer-split {text!r}: write the layers of each stage parted by commas, such as 3,5,5,3")
+        raise UsageError(f"--layer-split {text!r}: write the layers of each stage separated by commas, such as 3,5,5,3")
     return tuple(int(word) for word in text.replace(" ", "").split(","))
 
 

@@ -110,8 +110,8 @@ class CopiedTensors:
         )
         self.size = self._layout.size
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        yield from self._layout.frame(checksums)
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield from self._layout.headers(checksums)
         for name, tensor in self._tensors.items():
             offset = self._layout.records[name].offset
             for box in row_blocks(tensor.shape, tensor.dtype, BLOCK_BYTES):

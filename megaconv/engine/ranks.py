@@ -166,7 +166,7 @@ class Joined(Ranks):
             raise Interrupted
         distributed.destroy_process_group()
 
-    # What ranks tell each other.
+    # What ranks send each other.
 
     def agree(self, what: str, value: str) -> None:
         logging.disable(logging.NOTSET)

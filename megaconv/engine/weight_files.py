@@ -81,7 +81,7 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
 def whole_model(
     family: Family, config: ModelConfig, naming: Naming, found: Mapping[str, LazyTensor], where: str
 ) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
-    """The canonical tensors of a model that isn't cut, and its configuration completed by them. where: for messages.
+    """The canonical tensors of a model that isn't sharded, and its configuration completed by them. where: for messages.
 
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """

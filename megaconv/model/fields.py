@@ -1,4 +1,4 @@
-"""A model's configuration by dotted field: taken apart, put together, and compared with what came back from another description."""
+"""A model's configuration by dotted field: split, put together, and compared with what came back from another description."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -30,7 +30,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "encoder": Encoder,
     "head": Head,
 }
-_APART = ("family", "hf", "_features", "layers", *_SUBJECTS)
+_NESTED = ("family", "hf", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))
 
 
@@ -39,7 +39,7 @@ def _dotted() -> Iterator[str]:
     yield from (f"layers.{name}" for name in _OF_LAYERS)
     for subject, kind in _SUBJECTS.items():
         yield from (f"{subject}.{item.name}" for item in fields(kind))
-    yield from (item.name for item in fields(ModelConfig) if item.name not in _APART)
+    yield from (item.name for item in fields(ModelConfig) if item.name not in _NESTED)
 
 
 FIELDS = tuple(_dotted())

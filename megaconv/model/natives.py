@@ -104,7 +104,7 @@ class _ChunkTensors:
             if row.copies and config.tie_embeddings and self.chunk.is_last:
                 yield from self._tied(row)
         if self.chunk.encoder is not None:
-            yield from self._stacks_apart()
+            yield from self._separate_stacks()
         if self.chunk.is_last:
             yield from self._mtp()
 
@@ -141,7 +141,7 @@ class _ChunkTensors:
         return (self._copy(row, name, copy) for name in self._names(row, "head"))
 
     def _mtp(self) -> Iterator[NativeTensor]:
-        """Layers that predict further tokens: Megatron counts them for themselves, Hugging Face after all others."""
+        """MTP layers: Megatron counts them for themselves, Hugging Face after all others."""
         config, copy = self.shared.config, Copy(written=True)
         for layer in range(config.mtp_layers):
             local = config.layer_count + layer if self.shared.naming.scheme == "hf" else layer
@@ -154,7 +154,7 @@ class _ChunkTensors:
                     if "{l}" in name or (layer == 0 and not self.chunk.is_first):
                         yield self._copy(row, name, copy, local)
 
-    def _stacks_apart(self) -> Iterator[NativeTensor]:
+    def _separate_stacks(self) -> Iterator[NativeTensor]:
         """What a chunk holds again because an encoder and its decoder are on stages of their own."""
         config, chunk = self.shared.config, self.chunk
         has_unused_head = chunk.ends_encoder and self.shared.naming.scheme == "core"

@@ -94,7 +94,7 @@ class Copied:
     """Where a checkpoint has a row's tensor a second time.
 
     place: `head` (with the head of a model that ties it to the embedding), `itself` (beside the tensor: a second name of one
-    and the same), `mtp` (with the layers that predict further tokens), or where an encoder has stages of its own: `decoder`
+    and the same), `mtp` (with the MTP layers), or where an encoder has stages of its own: `decoder`
     (with the first stage of the decoder), `encoder_end` (in core, where the encoder ends, and unused there), `stacks` (with
     every stage; each stack computes with its own).
     names: what it is called there, by scheme. Without any, those of the tensor itself.
@@ -118,7 +118,7 @@ class Row:
     tp: the axis that tensor parallelism shards, None where every rank holds a copy.
     stage: where it lies, in the order of the model: `first` (with the embedding), `encoder` (in each layer of an encoder),
     `between` (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in each
-    layer after it that predicts further tokens).
+    MTP layer after it).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
     copies: where checkpoints have the tensor again.
     """

@@ -158,7 +158,7 @@ def _per_head(params: Mapping[str, Any]) -> int:
 
 
 def is_llama3(config: ModelConfig) -> bool:
-    """Whether Meta's code for Llama 3 reads the model, which cuts the embedding by rows as the head."""
+    """Whether Meta's code for Llama 3 reads the model, which shards the embedding by rows as the head."""
     return config.vocab > 100_000 or config.positions.theta == 500_000 or _is_scaled_by_meta(config)
 
 

@@ -66,7 +66,7 @@ def _expected(limit: Limit) -> str:
 
 
 def _check_old_positions(args: Namespace, found: Mapping[str, Any]) -> None:
-    """Before core 0.4 a table of positions and rotary ones were chosen apart from each other: also both, or none."""
+    """Before core 0.4 a table of positions and rotary ones were chosen independently: also both, or none."""
     if hasattr(args, "position_embedding_type") or not hasattr(args, "use_rotary_position_embeddings"):
         return
     table, rotary = found.get("positions.kind") == "learned", bool(args.use_rotary_position_embeddings)

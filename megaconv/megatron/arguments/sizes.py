@@ -14,7 +14,7 @@ from megaconv.model.layout import Layout
 
 
 @dataclass(frozen=True)
-class Landmarks:
+class SizeTensors:
     """Names of the tensors whose shapes give the model's sizes."""
 
     embedding: str
@@ -40,7 +40,7 @@ class Landmarks:
     """In front of BERT's head."""
 
 
-CORE_LANDMARKS = Landmarks(
+CORE_SIZE_TENSORS = SizeTensors(
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "encoder.",
@@ -56,7 +56,7 @@ CORE_LANDMARKS = Landmarks(
     "embedding.tokentype_embeddings.weight",
     "lm_head.output_layer.bias",
 )
-LEGACY_LANDMARKS = Landmarks(
+LEGACY_SIZE_TENSORS = SizeTensors(
     "language_model.embedding.word_embeddings.weight",
     "language_model.embedding.position_embeddings.weight",
     "language_model.encoder.",
@@ -74,7 +74,7 @@ LEGACY_LANDMARKS = Landmarks(
 )
 
 
-def with_stacks(names: Landmarks, ranks: Ranks) -> Landmarks:
+def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
     """The stack that a model ends with is its decoder if it has one, else its encoder, which is how legacy models call theirs."""
     found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
     last = next(stack for stack in (names.decoder, names.encoder, "") if any(name.startswith(stack) for name in found))
@@ -83,7 +83,7 @@ def with_stacks(names: Landmarks, ranks: Ranks) -> Landmarks:
     return replace(names, **moved)
 
 
-def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
+def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
     """Sizes of the grid and layers of each stage. Raises TensorMismatch when the layers aren't as many as args say."""
     vpp = max(len(chunks) for chunks in ranks.weights.values())
     counts = _stage_layers(ranks, vpp, names.layers)
@@ -103,7 +103,7 @@ def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
 
 
 def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namespace) -> tuple[int, ...]:
-    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't apart."""
+    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't separate."""
     split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
     if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
         raise TensorMismatch(
@@ -127,7 +127,7 @@ def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]
     )
 
 
-def _encoder_layers(ranks: Ranks, vpp: int, names: Landmarks) -> tuple[int, ...]:
+def _encoder_layers(ranks: Ranks, vpp: int, names: SizeTensors) -> tuple[int, ...]:
     """On each stage, of an encoder beside the stack that the model ends with."""
     return () if names.layers.startswith(names.encoder) else _stage_layers(ranks, vpp, names.encoder + "layers.")
 
@@ -140,12 +140,12 @@ def _layer_count(weights: Weights, prefix: str) -> int:
     return len(numbers)
 
 
-def padded_rows(ranks: Ranks, names: Landmarks) -> int:
+def padded_rows(ranks: Ranks, names: SizeTensors) -> int:
     """Of the embedding, over all ranks."""
     return ranks.tp * int(ranks.dense(0, 0)[0][names.embedding].shape[0])
 
 
-def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) -> dict[str, Any]:
+def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
     """As fields of the configuration; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
     first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
     layers = dict(_layers(ranks, layout, names.layers))
@@ -198,7 +198,7 @@ def _find_relative(first: Weights) -> dict[str, Any]:
     return {} if table is None else {"positions.kind": "relative", "positions.buckets": table.shape[0]}
 
 
-def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:
+def _is_tied(last: Weights, layout: Layout, args: Namespace, names: SizeTensors) -> bool:
     if names.head not in last:
         return not getattr(args, "untie_embeddings_and_output_weights", False)
     may_be_copy = names.head == names.tied_copy and layout.pp > 1

@@ -12,7 +12,7 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Assembled, Placed, assemble
 from megaconv.errors import TensorMismatch
 from megaconv.megatron.arguments.param_groups import WITHOUT, Class, group_class, is_expert, require_same
-from megaconv.megatron.arguments.sizes import Landmarks
+from megaconv.megatron.arguments.sizes import SizeTensors
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
 from megaconv.megatron.states.names import BUFFERS
@@ -56,7 +56,7 @@ def _buffer_file(ranks: Ranks, rank: RankId) -> Path:
 
 
 def open_optimizers(
-    ranks: Ranks, args: Namespace, names: Landmarks, aliases: Mapping[str, str], *, tied: bool
+    ranks: Ranks, args: Namespace, names: SizeTensors, aliases: Mapping[str, str], *, tied: bool
 ) -> Optimizers:
     """aliases: second names of tensors -> first ones. tied: whether head and embedding are one tensor.
 

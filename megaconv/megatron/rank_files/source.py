@@ -18,7 +18,7 @@ from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
-    Landmarks,
+    SizeTensors,
     expert_tensor_parallel_size,
     find_layout,
     find_sizes,
@@ -35,7 +35,7 @@ from megaconv.megatron.optimizer.source import (
     read_scheduler,
     untrained,
 )
-from megaconv.megatron.optimizer.training_output import NOT_APART
+from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.check import same_names, well_formed
@@ -72,10 +72,10 @@ class RankSource:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class Spellings:
     """How a checkpoint spells its model."""
 
-    landmarks: Landmarks
+    size_tensors: SizeTensors
     naming: Naming
     description: str
     """For people."""
@@ -101,18 +101,20 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
     return RankSource(listing, ranks, args)
 
 
-def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by_args: bool = False) -> OpenedSource:
-    """by_args: the checkpoint is not cut as the run was that wrote it; how that was laid out is for its args to say.
+def open_model(
+    source: RankSource, options: LoadOptions, spellings: Spellings, *, by_args: bool = False
+) -> OpenedSource:
+    """by_args: the checkpoint is not sharded as the run was that wrote it; how that was laid out is for its args to say.
 
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
     listing, ranks, args = source.listing, source.ranks, source.args
-    names = with_stacks(dialect.landmarks, ranks)
+    names = with_stacks(spellings.size_tensors, ranks)
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
     with well_formed(ranks.files[min(ranks.files)]):
         layout = find_layout(ranks, args, names)
         found = find_sizes(ranks, layout, args, names)
-    legacy = dialect.naming == LEGACY
+    legacy = spellings.naming == LEGACY
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts.count:
         with well_formed("the experts' shapes"):
@@ -127,13 +129,13 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     training = _training(source)
     wanted = options.optimizer and training.optimizer is not None
     if wanted and layout.encoder_stage_layers and training.optimizer and training.optimizer.kind == "distributed":
-        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {NOT_APART}; {WITHOUT}")
-    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, dialect.naming)
+        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {ENCODER_STAGES}; {WITHOUT}")
+    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, spellings.naming)
     if wanted and source.dist is not None:
         optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
     elif wanted:
         optimizers = open_optimizers(ranks, args, names, aliases, tied=config.tie_embeddings)
-    placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
+    placed = list(_place(ranks, layout, config, padded, spellings, optimizers))
     tensors = assemble(shapes, placed, strict=False)
     if wanted and training.optimizer is not None:
         without = untrained(placed)
@@ -152,7 +154,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
         training=training,
         files=find_sidecars(sidecars),
         vocab_divisor=divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None,
-        source=dialect.description,
+        source=spellings.description,
         padded_vocab=padded,
         has_optimizer=training.optimizer is not None,
     )
@@ -210,7 +212,7 @@ def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: i
             given = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
     if given is None:
         _log.warning(
-            "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N cuts it)",
+            "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N removes it)",
             padded,
         )
         return padded
@@ -237,7 +239,7 @@ def _training(source: RankSource) -> TrainingState:
 
 
 def _place(
-    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, dialect: Dialect, optimizers: Optimizers
+    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, spellings: Spellings, optimizers: Optimizers
 ) -> Iterator[Placed]:
     """Every tensor of every rank in its place. Raises TensorMismatch for missing and unknown ones."""
     rows = family(config.family).rows
@@ -245,10 +247,12 @@ def _place(
         expert_shards: set[tuple[int, int]] = set()
         for tp_rank in range(layout.tp):
             for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
-                natives = native_tensors(rows, config, dialect.naming, layout, tp_rank, chunk, padded, rank.ep)
+                natives = native_tensors(rows, config, spellings.naming, layout, tp_rank, chunk, padded, rank.ep)
                 shard = (rank.ep, tp_rank % layout.etp)
                 # Dense tensors are stored again by every expert rank, and shards of experts by some tensor ranks.
-                for placed in _place_chunk(ranks, rank, chunk, layout, [dialect.arrange(native) for native in natives]):
+                for placed in _place_chunk(
+                    ranks, rank, chunk, layout, [spellings.arrange(native) for native in natives]
+                ):
                     if (shard not in expert_shards) if placed.native.of_experts else index == 0:
                         yield optimizers.place(placed, rank, chunk.vpp_rank)
                 expert_shards.add(shard)
