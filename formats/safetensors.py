@@ -53,7 +53,7 @@ def _header(file: InputFile) -> tuple[dict[str, Any], int]:
     if 8 + length > file.size:
         if file.read(0, min(file.size, 20)).startswith(b"version https://git"):
             raise ValueError("it is a Git LFS pointer; run `git lfs pull` to get the file itself")
-        raise ValueError(f"a header of {length} bytes was announced, the file has {file.size}; is it complete?")
+        raise ValueError(f"a header of {length} bytes is declared, the file has {file.size}; is it complete?")
     if length > HEADER_BYTES:
         raise ValueError(
             f"a header of {length:,} bytes; {HEADER_BYTES:,} are read, share the tensors out over more files"
@@ -89,7 +89,7 @@ def _tensor(file: InputFile, start: int, name: str, entry: Mapping[str, Any]) ->
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in the header twice")
+        raise ValueError("the header has a duplicate key")
     return found
 
 

@@ -62,7 +62,7 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 def as_shape(sizes: object) -> Shape:
     """A shape, offset or strides that a file gives, a list or tuple. Raises ValueError unless these are natural numbers."""
     if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
-        raise ValueError(f"{sizes!r:.80} is no list of at most {AXES} numbers")
+        raise ValueError(f"{sizes!r:.80} is not a list of at most {AXES} numbers")
     if not all(type(size) is int and 0 <= size < AXIS for size in sizes):
         raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
     return tuple(sizes)

@@ -85,7 +85,7 @@ def _read_array(folder: Path) -> ChunkedTensor:
     try:
         shape, step, dtype = _describe(read_json(path, CONFIG_BYTES))
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{path}: is no zarr array that Megatron writes ({error}); save it again") from error
+        raise CorruptCheckpoint(f"{path}: is not a zarr array that Megatron writes ({error}); save it again") from error
     found = {entry.name: entry.stat() for entry in folder.iterdir()}
     counts = [-(-whole // size) for whole, size in zip(shape, step, strict=True)]
     names = (_name(place) for place in _places(counts))

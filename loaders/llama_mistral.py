@@ -144,7 +144,7 @@ def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapp
 
     def shape(name: str) -> Sequence[int]:
         if name not in shard or len(shard[name].shape) != 2:
-            raise TensorMismatch(f"{where}: has no matrix {name}; these are no files of Meta's or Mistral's")
+            raise TensorMismatch(f"{where}: has no matrix {name}; these are not files of Meta's or Mistral's")
         return shard[name].shape
 
     tied = "output.weight" not in shard

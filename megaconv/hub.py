@@ -51,7 +51,7 @@ def resolve(place: str) -> Place:
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
         raise UnknownFormat(
-            f"{place}: is no Hub id; expected hf://organisation/name or hf://organisation/name@revision"
+            f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _download(place, name, revision or None)
 
@@ -81,6 +81,6 @@ def _download(place: str, name: str, revision: str | None) -> Path:
             return Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
             raise CheckpointError(
-                f"{place}: {both}the model can't be had from the Hugging Face Hub: {reason}",
+                f"{place}: {both}the model can't be fetched from the Hugging Face Hub: {reason}",
                 code="hub-unreachable",
             ) from error

@@ -163,6 +163,6 @@ def share_options(given: Mapping[str, str], takers: Mapping[str, object]) -> lis
     """
     for key in given:
         if not any(key in options_of(found) for found in takers.values()):
-            known = "; ".join(f"{who} knows {', '.join(options_of(found)) or 'none'}" for who, found in takers.items())
+            known = "; ".join(f"{who} takes {', '.join(options_of(found)) or 'none'}" for who, found in takers.items())
             raise UsageError(f"--option {key}: is not known; {known}", code="unknown-option")
     return [{key: value for key, value in given.items() if key in options_of(found)} for found in takers.values()]

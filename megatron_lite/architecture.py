@@ -21,7 +21,7 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     model = settings.model
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(model, name) is None:
-            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which says it)")
+            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which has it)")
     assert model.hidden_size is not None
     assert model.num_attention_heads is not None
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:

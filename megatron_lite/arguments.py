@@ -157,7 +157,7 @@ def _require_only(name: str, value: object, where: str = "") -> None:
 
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
-        return f"{word!r} belongs to no flag; --help lists them"
+        return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
     close = difflib.get_close_matches(word, known, n=1)
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
@@ -172,7 +172,7 @@ def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: can't be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: is no YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise UsageError(f"{path}: should be a mapping of flags to values")
     hints, values = type_hints(), {}

@@ -71,7 +71,7 @@ class Parallel:
     distributed_backend: str | None = flag(
         None, "communication (nccl with a GPU for every process, else gloo)", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10.0, "give a silent rank up after this long")
+    distributed_timeout_minutes: float = flag(10.0, "watchdog: give up on a silent rank after this long")
 
 
 @dataclass(frozen=True)

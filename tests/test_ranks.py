@@ -346,7 +346,7 @@ def test_ranks_that_disagree_are_refused(model: Path, folder: Path, what: str) -
         sys.argv += ["--load-dir", str(other)] if what == "source" else ["--make-vocab-size-divisible-by", "4"]
 
     with unchanged(model.parent):
-        assert_reported_once(Fleet(folder, 2, command(model), {1: differ}).outcomes(), "rank 1", f"another {what}")
+        assert_reported_once(Fleet(folder, 2, command(model), {1: differ}).outcomes(), "rank 1", f"different {what}")
 
 
 # Resuming.

@@ -178,7 +178,7 @@ def test_a_tensor_that_is_not_as_announced_is_named_with_both_descriptions(strea
     shape, dtype = list(tensor.shape), str(tensor.dtype)
     with pytest.raises(TensorMismatch) as error:
         stream.put(A, tensor)
-    assert str(error.value) == f"a: announced as [2, 3] float32, sent as {shape} {dtype}"
+    assert str(error.value) == f"a: declared as [2, 3] float32, sent as {shape} {dtype}"
 
 
 def test_missing_tensors_are_named(stream: Stream) -> None:
@@ -204,7 +204,7 @@ def test_a_wrong_count_is_an_error(stream: Stream, count: int) -> None:
 
 @pytest.mark.parametrize("nothing", [None, 7, "a word", [1.0, 2.0], b"bytes"])
 def test_something_that_is_no_tensor_is_an_error(stream: Stream, nothing: object) -> None:
-    with pytest.raises(TensorMismatch, match="is no tensor"):
+    with pytest.raises(TensorMismatch, match="is not a tensor"):
         stream.put(A, nothing)
 
 

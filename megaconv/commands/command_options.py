@@ -246,7 +246,7 @@ def byte_size(text: str) -> int:
     """256MiB, 5GB, 1000000 -> bytes. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS or not float(match[1]):
-        raise UsageError(f"{text!r} is no size; write a number with a unit, such as 256MiB or 5GB")
+        raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -32,7 +32,7 @@ from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it needs it and you trust it"
+CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def verify_fingerprint(
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:
-            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
+            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk faulty?")
 
 
 def _digest(*what: Any) -> str:

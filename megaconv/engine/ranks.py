@@ -127,7 +127,7 @@ class Joined(Ranks):
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"rank {self.rank} of {self.size}: can't meet the others at {self._address}: {reason}",
+                f"rank {self.rank} of {self.size}: can't connect to the others at {self._address}: {reason}",
                 code="rank-lost",
             ) from error
 
@@ -174,7 +174,7 @@ class Joined(Ranks):
             self._store.set(what, value)
         elif self._wait_for(what) != value:
             raise UsageError(
-                f"rank {self.rank} has another {what} than rank 0; give all ranks the same command, version and files"
+                f"rank {self.rank} has a different {what} than rank 0; give all ranks the same command, version and files"
             )
 
     @contextmanager

@@ -31,7 +31,7 @@ class Naming:
     def __post_init__(self) -> None:
         unknown = [key for key in self.keys if key not in KEYS]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no key of a naming scheme; known: {', '.join(KEYS)}")
+            raise ValueError(f"{unknown[0]!r} is not a key of a naming scheme; known: {', '.join(KEYS)}")
 
     @property
     def keys(self) -> tuple[str, ...]:

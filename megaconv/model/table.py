@@ -105,7 +105,7 @@ class Copied:
 
     def __post_init__(self) -> None:
         if self.place not in COPIED_WITH:
-            raise ValueError(f"{self.place!r} is no place of a second copy; known: {', '.join(COPIED_WITH)}")
+            raise ValueError(f"{self.place!r} is not a place of a copy; known: {', '.join(COPIED_WITH)}")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -163,14 +163,14 @@ class Row:
 
     def _check(self) -> None:
         if self.stage not in STAGES:
-            raise ValueError(f"{self.canonical}: {self.stage!r} is no stage; known: {', '.join(STAGES)}")
+            raise ValueError(f"{self.canonical}: {self.stage!r} is not a stage; known: {', '.join(STAGES)}")
         if len(expand(self.canonical)) != len(self.shapes):
             raise ValueError(f"{self.canonical}: {len(expand(self.canonical))} tensors with {len(self.shapes)} shapes")
         if self.copies and len(self.shapes) > 1:
             raise ValueError(f"{self.canonical}: only a row of one tensor can have copies")
         for key, spellings in self.names.items():
             if key not in KEYS:
-                raise ValueError(f"{self.canonical}: {key!r} is no naming scheme's key; known: {', '.join(KEYS)}")
+                raise ValueError(f"{self.canonical}: {key!r} is not a naming scheme's key; known: {', '.join(KEYS)}")
             held = sorted(number for _, members in self.shared_out(spellings) for number in members)
             if held != list(range(len(self.shapes))):
                 raise ValueError(f"{self.canonical}: {key} has to hold each of its tensors once")

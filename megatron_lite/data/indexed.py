@@ -146,7 +146,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:
     if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
         raise CorruptCheckpoint(
-            f"{path}: is no index of a Megatron dataset: it doesn't start with {MAGIC[:7].decode()}"
+            f"{path}: is not an index of a Megatron dataset: it doesn't start with {MAGIC[:7].decode()}"
         )
     _, version, code, sequences, entries = HEADER.unpack(index[: HEADER.size])
     if version != VERSION:

@@ -555,10 +555,10 @@ def test_a_file_that_is_not_there_is_refused(folder: Path) -> None:
         (members(pickled(offset=-1)), "natural numbers"),
         (members(pickled(shape=-1)), "natural numbers"),
         (members(pickled(stride=-1)), "natural numbers"),
-        (members(pickled(elements=-1)), "something that is no storage"),
-        (members(pickled(storage=b"Tensor")), "something that is no storage"),
+        (members(pickled(elements=-1)), "something that is not a storage"),
+        (members(pickled(storage=b"Tensor")), "something that is not a storage"),
         (members(pickled(storage=b"QInt8Storage")), "tensors of this type can't be read"),
-        (members(b"K\x07Q."), "something that is no storage"),
+        (members(b"K\x07Q."), "something that is not a storage"),
         (members(b"\x80\x02"), "broken pickle"),
         (members() | {"x/byteorder": b"big"}, "big-endian"),
         (members() | {"y/data.pkl": b"N."}, "not one of torch.save"),
@@ -599,7 +599,7 @@ def test_two_records_of_one_name_are_refused(folder: Path) -> None:
     stored(members(), path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("x/data/0", bytes(16))
-    refused(path, "two records called 'x/data/0'")
+    refused(path, "duplicate entries called 'x/data/0'")
 
 
 def test_a_symbolic_link_is_refused(folder: Path) -> None:

@@ -47,7 +47,7 @@ _PUBLISHED = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3))
 
 
 def load_params(path: Path) -> dict[str, Any]:
-    """Raises CorruptCheckpoint when the file is no JSON object, NotExpressible for models that aren't plain decoders."""
+    """Raises CorruptCheckpoint when the file is not a JSON object, NotExpressible for models that aren't plain decoders."""
     params = read_json(path, CONFIG_BYTES)
     params = params.get("model", params) if isinstance(params, dict) else params
     if not isinstance(params, dict):

@@ -203,7 +203,7 @@ def holds_legacy(version: Path) -> bool:
 def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[str, LazyTensor]]:
     for name, value in model:
         if not isinstance(name, str):
-            raise CorruptCheckpoint(f"{path}: {name!r} is no name of a parameter")
+            raise CorruptCheckpoint(f"{path}: {name!r} is not the name of a parameter")
         bare = name.removeprefix("module.")
         if bare.endswith(EXTRA_STATE):
             if sum(getattr(value, "shape", ())):
