@@ -59,6 +59,7 @@ class Rectangle(NamedTuple):
         if not self.transposed:
             self.stored.tensor().read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
             return
+        # Our column is a part of one row there: read it as a row, whose elements then lie in the order that a column wants.
         first = self.col + wanted.row0 - self.box.row0
         line = np.empty((1, out.size), np.uint8)
         self.stored.tensor().read_into(Box(self.row, self.row + 1, first, first + wanted.rows), line)
@@ -93,22 +94,27 @@ class ChunkedTensor:
             self._tallest = max((part.box.rows for part in found), default=0)
             self._starts = [part.box.row0 for part in found]
             self._rectangles = found  # last: other threads look at it first
+        # Sorted by first row: what begins further up than the tallest one reaches ends before the box.
         first = bisect_right(self._starts, box.row0 - self._tallest)
         return self._rectangles[first : bisect_right(self._starts, box.row1 - 1)]
 
     def _planes(self) -> Iterator[Rectangle]:
-        rows_before = self.shape[-2] if len(self.shape) > 1 else 1
+        """A chunk's last two axes are a rectangle of the matrix, its plane; there is one for each index of the axes before."""
+        plane_rows = self.shape[-2] if len(self.shape) > 1 else 1
         for chunk in self.chunks:
             if not prod(chunk.shape):
                 continue
             rows, cols = matrix_shape(chunk.shape[-2:])
             transposed = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
             for index in product(*map(range, chunk.shape[:-2])):
-                place = tuple(o + i for o, i in zip(chunk.offset, index, strict=False))
-                row0 = _ravel(place, self.shape) * rows_before + (chunk.offset[-2] if len(chunk.offset) > 1 else 0)
-                col0 = chunk.offset[-1] if len(chunk.offset) > 1 else 0
-                if len(chunk.shape) == 1:
+                # Its place in the tensor's matrix: below all earlier planes, and as far down and right as the chunk begins.
+                plane = tuple(begin + at for begin, at in zip(chunk.offset, index, strict=False))
+                row0, col0 = _ravel(plane, self.shape) * plane_rows, 0
+                if len(chunk.shape) > 1:
+                    row0, col0 = row0 + chunk.offset[-2], chunk.offset[-1]
+                elif len(chunk.shape) == 1:
                     row0 = chunk.offset[0]
+                # Its place in the chunk as stored, which has the axes that `unstack` took off besides.
                 stored = (*chunk.fixed, *index, *(0,) * min(2, len(chunk.shape)))
                 before, col = (stored[:-1], stored[-1]) if len(stored) > 1 else (stored, 0)
                 row = _ravel(before, chunk.stored_shape)
@@ -184,6 +190,7 @@ def _disjoint(boxes: Sequence[tuple[Shape, Shape]], axis: int) -> bool:
         return True
     if axis == len(boxes[0][0]):
         return False
+    # Slabs begin where some rectangle begins. Two that overlap share the slab in which the later one begins.
     edges = sorted({offset[axis] for offset, _ in boxes})
     slabs: list[list[tuple[Shape, Shape]]] = [[] for _ in edges]
     for box in boxes:

@@ -54,6 +54,7 @@ def _overlapping(vector: ChunkedTensor, start: int, stop: int, shape: Shape) -> 
 
 def unflatten(tensor: ChunkedTensor, shape: Shape) -> ChunkedTensor:
     """The tensor as it truly is. shape: its true one. Raises CorruptCheckpoint for one that can't have been flattened so."""
+    # (f0, f1, l0 * l1): the shards along each axis of the true shape, then the elements of one shard.
     *shard_counts, elements = tensor.shape or (0,)
     fits = len(shard_counts) == len(shape) and all(
         count and not size % count for count, size in zip(shard_counts, shape, strict=True)
@@ -68,6 +69,7 @@ def _rectangles(tensor: ChunkedTensor, local: Shape) -> Iterator[Chunk]:
     for chunk in tensor.chunks:
         if any(size != 1 for size in chunk.shape[:-1]):
             raise CorruptCheckpoint(f"a chunk {list(chunk.shape)} of a flattened tensor is of several shards")
+        # The chunk is a run of elements of one shard, whose place among the shards gives its corner.
         start = chunk.offset[-1]
         corner = [place * size for place, size in zip(chunk.offset, local, strict=False)]
         for place, shape, first in _parts(start, start + chunk.shape[-1], local):

@@ -148,9 +148,11 @@ def _join(name: str, shards: list[_Shard], groups: int, row: Row, spelling: Sepa
     parts: dict[str, tuple[Region, ...]] = {}
     group_rows = sum(shard.box.rows for shard in shards) // groups
     before = padding = 0
+    # A group has `step` rows of every shard, one shard's after the other's: [q0 k0 v0 q1 k1 v1 ...] of three shards.
     for piece, box, _ in shards:
         step = box.rows // groups
         if row.padded_vocab:
+            # Rows beyond the vocabulary: on the last ranks, and there perhaps all of them.
             padding = min(box.rows, max(0, box.row1 - rank.sizes["vocab"]))
             step -= padding
         starts = ((box.row0 + group * step, group * group_rows + before) for group in range(groups))

@@ -157,6 +157,7 @@ class _ChunkTensors:
     def _separate_stacks(self) -> Iterator[NativeTensor]:
         """What a chunk holds again because an encoder and its decoder are on stages of their own."""
         config, chunk = self.shared.config, self.chunk
+        # Core gives the encoder's last stage a head as well, which it never computes with.
         has_unused_head = chunk.ends_encoder and self.shared.naming.scheme == "core"
         for row in (row for row in self.shared.rows if row.copies and row.exists(config, 0)):
             names = (None, *self._names(row, "itself"))
@@ -164,7 +165,9 @@ class _ChunkTensors:
                 yield from (self._copy(row, name, Copy(written=True)) for name in names)
             if has_unused_head and any(row.copied_with("encoder_end")):
                 yield from (self._copy(row, name, Copy(written=True, used=False)) for name in names)
-            if any(row.copied_with("stacks")) and not (chunk.ends_encoder if row.stage == "between" else chunk.is_last):
+            # On every stage but the one that the row is listed for: the encoder's end, or the model's.
+            own_stage = chunk.ends_encoder if row.stage == "between" else chunk.is_last
+            if any(row.copied_with("stacks")) and not own_stage:
                 used = bool(chunk.encoder) == (row.stage == "between")  # each stack computes with its own
                 copy = Copy(written=True, used=used, must_equal=used)
                 yield from (self._copy(row, name, copy) for name in names)

@@ -77,10 +77,14 @@ LEGACY_SIZE_TENSORS = SizeTensors(
 def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
     """The stack that a model ends with is its decoder if it has one, else its encoder, which is how legacy models call theirs."""
     found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
-    last = next(stack for stack in (names.decoder, names.encoder, "") if any(name.startswith(stack) for name in found))
-    was = names.decoder if names.layers.startswith(names.decoder) else names.encoder
-    moved = {field: (last or was) + getattr(names, field).removeprefix(was) for field in ("layers", "final_norm")}
-    return replace(names, **moved)
+    listed = names.decoder if names.layers.startswith(names.decoder) else names.encoder
+    there = (stack for stack in (names.decoder, names.encoder) if any(name.startswith(stack) for name in found))
+    last = next(there, listed)
+    return replace(
+        names,
+        layers=last + names.layers.removeprefix(listed),
+        final_norm=last + names.final_norm.removeprefix(listed),
+    )
 
 
 def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
@@ -154,11 +158,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         raise UnknownFamily(
             f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
-    matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
-    for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
-        for name, tensor in chunk.items():
-            if name.endswith(matrices) and ".experts." not in name and len(tensor.shape) != 2:
-                raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
+    _require_matrices(ranks, names)
     attention = layers[0]
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
@@ -171,15 +171,8 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         "attention.qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
         "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
-        "mlp.ffn": getattr(args, "ffn_hidden_size", None) or 0,
     }
-    fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
-    dense = [layer[fc2] for layer in layers.values() if fc2 in layer]
-    if dense:
-        found["mlp.ffn"] = layout.tp * dense[0].shape[-1]
-    # A gated layer has two rows in its first matrix for every column of its second.
-    gates = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
-    found["mlp.gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
+    found |= _find_mlp(layers, layout, args, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
     if any("norm" in name and name.endswith("bias") for name in attention):
@@ -191,6 +184,27 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         found |= {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
         found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
     return found | _find_experts(layers)
+
+
+def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
+    """Both axes of these are read as sizes. Raises TensorMismatch."""
+    matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
+    for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
+        for name, tensor in chunk.items():
+            if name.endswith(matrices) and ".experts." not in name and len(tensor.shape) != 2:
+                raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
+
+
+def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
+    """Of dense layers; a model that has none gives the width in its args, if at all."""
+    fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
+    widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
+    # A gated layer has two rows in its first matrix for every column of its second.
+    both = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
+    return {
+        "mlp.ffn": widths[0] if widths else getattr(args, "ffn_hidden_size", None) or 0,
+        "mlp.gated": all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in both),
+    }
 
 
 def _find_relative(first: Weights) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
     if len(native.parts) == 1 or (native.groups is not None and ranks > native.groups):
         step = rows // ranks
         return [range(start, start + step) for start in range(0, rows, step)]
+    # First row of each stretch of one rank -> that rank. Joined by groups, a rank's rows of q, k and v follow each other, and
+    # neighbouring stretches of one rank become one run; [gate; up] gives every rank two.
     owners: dict[int, int] = {}
     for regions in native.parts.values():
         step = sum(region.box.rows for region in regions) // ranks

@@ -284,6 +284,8 @@ class DistOptimizer:
     def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
         """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""
         prefixes = sorted({found[1] for name in self.directory.objects() if (found := _OBJECT.fullmatch(name))})
+        # Data-parallel groups are numbered over (pp, tp), experts' over (pp, ep, etp), before core 0.12 over (ep, pp, tp). Of
+        # ranks with the same parameters the first has the state: ep 0 of dense ones, a tp below etp of experts.
         dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
         if len(prefixes) == 1:
             return self._part(prefixes[0], dense)

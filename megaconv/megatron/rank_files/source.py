@@ -120,6 +120,7 @@ def open_model(
         with well_formed("the experts' shapes"):
             etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
         layout = replace(layout, etp=etp)
+    # layout is that of the files here, written that of the run that saved them: with by_args they may differ.
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
@@ -127,6 +128,8 @@ def open_model(
     config = changed(config, {"vocab": _vocab(options, config, args, padded, written.tp)})
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
+    # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that run's
+    # layout (open_buckets): its tensors have places of their own, which then replace `placed`.
     wanted = options.optimizer and training.optimizer is not None
     if wanted and layout.encoder_stage_layers and training.optimizer and training.optimizer.kind == "distributed":
         raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {ENCODER_STAGES}; {WITHOUT}")

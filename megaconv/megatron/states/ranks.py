@@ -91,6 +91,7 @@ def _first_alike(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:
+    """Of a directory's numbers: (tp), (tp, pp) or (tp, ep) as the contents decide, (tp, pp, ep)."""
     if len(numbers) == 2:
         return RankId(numbers[0], numbers[1], 0) if pp > 1 else RankId(numbers[0], 0, numbers[1])
     return RankId(*numbers, *(0,) * (3 - len(numbers)))
@@ -146,11 +147,14 @@ def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) 
         return sizes[0], 1, 1
     if len(sizes) == 3:
         return sizes[0], sizes[1], sizes[2]
+    # The first of several pipeline stages has no final norm and no head: where the first rank has them, the second number
+    # counts expert ranks. Not so in a model of two stacks, whose encoder ends on an earlier stage.
     names = {name for chunks in weights.values() for chunk in chunks for name in chunk}
     two_stacks = all(any(name.startswith(stack) for name in names) for stack in _STACKS) or any(
         name.startswith(f"{MODEL}.decoder.") for name in names
     )
-    last = weights[min(weights, key=lambda numbers: numbers[::-1])][-1]
+    first_rank = min(weights, key=lambda numbers: numbers[::-1])
+    last = weights[first_rank][-1]
     if not two_stacks and any(name.startswith(_TAIL) for name in last):
         return sizes[0], 1, sizes[1]
     return sizes[0], sizes[1], 1
