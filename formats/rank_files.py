@@ -14,7 +14,7 @@ from pathlib import Path
 
 from formats.ceilings import TRACKER_BYTES
 from formats.errors import CorruptCheckpoint
-from formats.opened import unnoted
+from formats.opened import not_recorded
 from formats.regular_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -59,7 +59,7 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        with unnoted():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
+        with not_recorded():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
             word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             # What it holds isn't repeated: it may be a link to a file that is nobody's business.

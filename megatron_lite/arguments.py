@@ -122,11 +122,11 @@ def _element(hint: Any) -> Any:
 
 def _reader(kind: type) -> Callable[[str], Any]:
     if kind is bool:
-        return _truth
+        return _boolean
     return kind
 
 
-def _truth(word: str) -> bool:
+def _boolean(word: str) -> bool:
     if word.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, found {word!r}")
     return word.lower() == "true"

@@ -85,7 +85,7 @@ def others(value: Any) -> list[Any]:
 def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> None:
     table, raw = families()[family], complete(family)
     before = fields_of(table.read_hf(raw))
-    unheard = set()
+    unnoticed = set()
     for key in sorted({key for declared in table.keys for key in declared.names}):
         for other in others(raw.get(key)):
             try:
@@ -94,5 +94,5 @@ def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> N
             except (CheckpointError, TypeError, ValueError, AttributeError, KeyError):
                 break
         else:
-            unheard.add((family, key))
-    assert unheard <= SILENT
+            unnoticed.add((family, key))
+    assert unnoticed <= SILENT

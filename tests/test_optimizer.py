@@ -206,7 +206,7 @@ def test_the_optimizers_of_experts_and_of_the_rest_survive_any_expert_layout(
     assert isinstance(state, list) == (sizes["ep"] > 1)
 
 
-def test_legacy_models_carry_their_optimizer_too(tied: Path, tmp_path: Path) -> None:
+def test_legacy_models_keep_their_optimizer_too(tied: Path, tmp_path: Path) -> None:
     megaconv.convert(tied, tmp_path / "legacy", saver="legacy", tp=2, pp=2)
     megaconv.convert(tmp_path / "legacy", tmp_path / "back", saver="core", tp=1, pp=1, distributed_optimizer=True)
     assert prints(tmp_path / "legacy") == prints(tmp_path / "back") == prints(tied)

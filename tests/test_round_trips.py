@@ -401,7 +401,7 @@ def test_a_true_vocabulary_size_that_cannot_be_is_refused(size: int, tmp_path: P
         convert(core, tmp_path / "out", "hf", LoadOptions(true_vocab_size=size))
 
 
-def test_a_hugging_face_source_has_no_padding_to_cut(tmp_path: Path) -> None:
+def test_a_hugging_face_source_has_no_padding_to_remove(tmp_path: Path) -> None:
     hf = write_llama(tmp_path / "hf", vocab=100)
     with pytest.raises(UsageError, match="--true-vocab-size is for Megatron checkpoints"):
         convert(hf, tmp_path / "out", "core", LoadOptions(true_vocab_size=90))

@@ -10,7 +10,7 @@ from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
 
 NAMINGS = ("hf", "core", "legacy", "meta")
-"""Every naming that is read is written too."""
+"""Every naming scheme that is read is written too."""
 
 
 @dataclass(frozen=True)

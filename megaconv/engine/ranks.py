@@ -30,7 +30,7 @@ _ROUND_SECONDS = 0.5
 _POLL_SECONDS = 0.03
 _PATIENCE_SECONDS = 2.0
 """How long an interrupted rank waits for another one's end to be noticed, which may be behind it."""
-_FAREWELL_SECONDS = 3.0
+_EXIT_SECONDS = 3.0
 """How long rank 0 waits for the others to have ended before it."""
 _WORKING, _DONE, _ENDED = range(3)
 
@@ -96,7 +96,9 @@ class Joined(Ranks):
         """Whether this rank was the first to end, and has to say why."""
         self._advance: Callable[[int], None] = lambda count: None
         self._lock, self._wake = threading.Lock(), threading.Event()
-        self._watch = threading.Thread(target=self._lead if rank == 0 else self._follow, name="watch", daemon=True)
+        self._watch = threading.Thread(
+            target=self._watch_ranks if rank == 0 else self._answer, name="watch", daemon=True
+        )
 
     def __enter__(self) -> Ranks:
         try:
@@ -213,7 +215,7 @@ class Joined(Ranks):
         self._state = _ENDED
         self._wake.set()
         if self.rank == 0:
-            self._outlive_others()
+            self._wait_for_others()
         return first.startswith("interrupted")
 
     def _claim(self, how: str) -> str:
@@ -229,9 +231,9 @@ class Joined(Ranks):
                 self._reports = self._first == mine
             return self._first
 
-    def _outlive_others(self) -> None:
+    def _wait_for_others(self) -> None:
         """Rank 0 may carry the store, and removes the staging directory, into which nobody should write any more."""
-        until = time.monotonic() + _FAREWELL_SECONDS
+        until = time.monotonic() + _EXIT_SECONDS
         with suppress(RuntimeError):
             while self._store.add("left", 0) < self.size - 1 - (self._lost is not None) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -252,7 +254,7 @@ class Joined(Ranks):
         with self._lock:
             self._moved += count
 
-    def _lead(self) -> None:
+    def _watch_ranks(self) -> None:
         """Rank 0 asks all others in turn, with what it knows: that the work goes on, is done, or has ended."""
         known, shown = _WORKING, 0
         while known == _WORKING:
@@ -278,9 +280,9 @@ class Joined(Ranks):
         for rank in range(1, self.size):
             with suppress(RuntimeError):
                 _send(rank, known)
-        self._learn(known)
+        self._set_known(known)
 
-    def _follow(self) -> None:
+    def _answer(self) -> None:
         """Another rank answers as long as rank 0 asks."""
         known = _WORKING
         while known == _WORKING:
@@ -291,13 +293,13 @@ class Joined(Ranks):
             except RuntimeError:
                 self._lost, known = 0, _ENDED
                 self._claim("interrupted")
-        self._learn(known)
+        self._set_known(known)
 
     def _lose_store(self) -> None:
         self._without_store = True
-        self._learn(_ENDED)
+        self._set_known(_ENDED)
 
-    def _learn(self, known: int) -> None:
+    def _set_known(self, known: int) -> None:
         """Wake the main thread, whatever it waits for."""
         if known == _ENDED and self._state != _ENDED:
             self._state = _ENDED

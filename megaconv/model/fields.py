@@ -112,26 +112,29 @@ def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> A
 
 
 def meaning_of(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a model that count, each in one form: without those that others make moot.
+    """The fields of a model that count, each in one form: without those that have no effect beside others.
 
     One group of experts is none, and a factor of 1 on their weights too; the width of dense layers counts where there are any.
     """
     values = fields_of(config)
     values["positions.scaling"] = _full_scaling(config)
-    moot = set[str]()
+    without_effect = set[str]()
     if not config.has("rope"):
-        moot |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
-        moot |= {"positions.interleaved", "layers.rotates"}
+        without_effect |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
+        without_effect |= {"positions.interleaved", "layers.rotates"}
     if not config.experts.count:
-        moot |= {"layers.mlp", *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count")}
+        without_effect |= {
+            "layers.mlp",
+            *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count"),
+        }
     if config.experts.count and not config.layers_with("dense"):
-        moot.add("mlp.ffn")
+        without_effect.add("mlp.ffn")
     if values["experts.groups"] == 1:
-        moot |= {"experts.groups", "experts.group_topk"}
+        without_effect |= {"experts.groups", "experts.group_topk"}
     if values["experts.scale"] == 1:
-        moot.add("experts.scale")
-    empty: dict[str, Any] = dict.fromkeys(moot & {"experts.groups", "experts.group_topk", "experts.scale"})
-    return {name: value for name, value in values.items() if name not in moot} | empty
+        without_effect.add("experts.scale")
+    empty: dict[str, Any] = dict.fromkeys(without_effect & {"experts.groups", "experts.group_topk", "experts.scale"})
+    return {name: value for name, value in values.items() if name not in without_effect} | empty
 
 
 def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -169,7 +172,7 @@ def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Ite
     lost = lost_fields(config, back, but=but)
     if not lost:
         return
-    # A field that is moot there follows from another one, which is the one to name.
+    # A field without effect there follows from another one, which is the one to name.
     kept_fields = meaning_of(back)
     names = [name for name in lost if name in kept_fields] or list(lost)
     value, kept = lost[names[0]]

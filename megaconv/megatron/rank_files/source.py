@@ -184,10 +184,10 @@ def _configure(
     config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may list layers that nobody saved
     with well_formed("the rank files' args"):
         given = read_fields(args, found, legacy=legacy)
-    return _as_the_run_went_on(config, given, args, str(directory / CONFIG_NAME), config_wins=required)
+    return _with_run_arguments(config, given, args, str(directory / CONFIG_NAME), config_wins=required)
 
 
-def _as_the_run_went_on(
+def _with_run_arguments(
     config: ModelConfig, given: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
 ) -> ModelConfig:
     """config.json with what the run's own arguments say otherwise; every difference is named.

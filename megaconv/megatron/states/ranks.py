@@ -103,8 +103,8 @@ def _require_stacks(ranks: Ranks) -> None:
     They can give it fewer tensor ranks too, but not that of a T5, which shares its embedding with the decoder.
     """
     first = min(ranks.states)
-    args, words = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
-    found = [getattr(args, f"{word}_model_parallel_size", None) for word in words]
+    args, parts = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
+    found = [getattr(args, f"{word}_model_parallel_size", None) for word in parts]
     own, others, tp = (size if type(size) is int else 0 for size in found)
     if own and 0 < tp < ranks.tp:
         raise UnknownFormat(
