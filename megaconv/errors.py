@@ -110,7 +110,7 @@ CODES = {
     "hub-unreachable": Cause(1, "the model can't be fetched from the Hugging Face Hub"),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
     "rank-lost": Cause(1, "one of several processes doesn't start, or ended without reporting an error"),
-    "internal-error": Cause(1, "a mistake in megaconv itself; please report it"),
+    "internal-error": Cause(1, "an error in megaconv itself; please report it"),
     "cancelled": Cause(1, "another thread failed first, whose error is the one that is reported"),
     "wrong-usage": Cause(2, "options that are not known, contradict each other, or don't go with the input"),
     "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),
