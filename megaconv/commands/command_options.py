@@ -39,7 +39,7 @@ Saver = Annotated[
     str,
     typer.Option("--saver", help="What to write: core, legacy, hf or llama_mistral (`megaconv formats` lists all)."),
 ]
-Loader = Annotated[str | None, typer.Option("--loader", help="What to read; found out from the files when left out.")]
+Loader = Annotated[str | None, typer.Option("--loader", help="What to read; detected from the files by default.")]
 LoaderA = Annotated[str | None, typer.Option("--loader-a", help="What to read A with, where it isn't --loader.")]
 LoaderB = Annotated[str | None, typer.Option("--loader-b", help="What to read B with, where it isn't --loader.")]
 Option = Annotated[
@@ -107,7 +107,7 @@ EncoderPp = Annotated[
     typer.Option(
         "--encoder-pipeline-model-parallel-size",
         min=1,
-        help="Of a T5: stages of its encoder, before those of its decoder, which --pp then counts (1 when left out).",
+        help="Of a T5: stages of its encoder, before those of its decoder, which --pp then counts (1 by default).",
     ),
 ]
 
@@ -128,13 +128,13 @@ Grouped = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; left out, every bit stays."),
+    typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; by default every bit stays."),
 ]
 Optimizer = Annotated[
     bool | None,
     typer.Option(
         "--optimizer/--no-optimizer",
-        help="Optimizer state goes along; left out, where source and output can both hold it.",
+        help="Convert optimizer state too; by default wherever source and output can both hold it.",
     ),
 ]
 ReadOptimizer = Annotated[
@@ -144,7 +144,7 @@ DistributedOptimizer = Annotated[
     bool | None,
     typer.Option(
         "--use-distributed-optimizer/--no-use-distributed-optimizer",
-        help="Write optimizer state for runs with Megatron's option of this name; left out, in torch_dist alone.",
+        help="Write optimizer state for runs with Megatron's option of this name; by default in torch_dist only.",
     ),
 ]
 VocabDivisor = Annotated[
@@ -163,7 +163,7 @@ CheckpointType = Annotated[
     str | None,
     typer.Option(
         "--checkpoint-type",
-        help="What llama_mistral writes, meta or mistral, or else reads: hf, meta or mistral; found out when left out.",
+        help="What llama_mistral writes, meta or mistral, or else reads: hf, meta or mistral; detected by default.",
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
