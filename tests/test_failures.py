@@ -126,7 +126,7 @@ def test_a_directory_without_weights_is_refused(model: Path) -> None:
 
 def test_a_directory_without_anything_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert_convert_refuses(tmp_path / "model", 2, "no checkpoint", "config.json")
+    assert_convert_refuses(tmp_path / "model", 2, "not a checkpoint", "config.json")
 
 
 def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_every_command_takes_a_uri(store: Path, llama: Path, tmp_path: Path) -> 
     assert run("diff", llama, uri, "--loader-b", "pebble", *option).status == 0
     convert(uri, tmp_path / "core", "--saver", "core", "--tp", 2, "--resume", "--verify", *option)
     assert json.loads((tmp_path / "core" / "megaconv.json").read_text())["source"]["path"] == uri
-    assert_refused(run("verify", uri, *option), 3, "beside a URI", "megaconv diff")
+    assert_refused(run("verify", uri, *option), 3, "a URI has no record", "megaconv diff")
 
 
 def test_a_run_of_a_uri_is_resumed_only_while_the_loader_knows_it_unchanged(

@@ -155,13 +155,13 @@ def stream(header: Header) -> Stream:
     return stream
 
 
-def test_a_tensor_that_was_not_announced_is_named(stream: Stream) -> None:
-    with pytest.raises(TensorMismatch, match=r"^x: .*doesn't announce"):
+def test_a_tensor_that_was_not_in_the_manifest_is_named(stream: Stream) -> None:
+    with pytest.raises(TensorMismatch, match=r"^x: .*doesn't list"):
         stream.put(Key("x"), Lazy())
 
 
-def test_a_slot_that_was_not_announced_is_named(stream: Stream) -> None:
-    with pytest.raises(TensorMismatch, match=r"^a \(exp_avg\): .*doesn't announce"):
+def test_a_slot_that_was_not_in_the_manifest_is_named(stream: Stream) -> None:
+    with pytest.raises(TensorMismatch, match=r"^a \(exp_avg\): .*doesn't list"):
         stream.put(Key("a", "exp_avg"), Lazy())
 
 
@@ -174,7 +174,7 @@ def test_a_doubled_tensor_is_named(stream: Stream) -> None:
 @pytest.mark.parametrize(
     "tensor", [Lazy((3, 2)), Lazy((6,)), Lazy((2, 3, 1)), Lazy(dtype="bfloat16"), np.zeros((2, 3))]
 )
-def test_a_tensor_that_is_not_as_announced_is_named_with_both_descriptions(stream: Stream, tensor: Any) -> None:
+def test_a_tensor_that_is_not_as_declared_is_named_with_both_descriptions(stream: Stream, tensor: Any) -> None:
     shape, dtype = list(tensor.shape), str(tensor.dtype)
     with pytest.raises(TensorMismatch) as error:
         stream.put(A, tensor)

@@ -1,4 +1,4 @@
-"""The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype it was announced."""
+"""The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype that it declares."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

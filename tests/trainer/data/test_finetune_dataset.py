@@ -95,7 +95,7 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
     [
         ({"prompt": "1"}, 'has neither "text" nor "prompt" and "completion"'),
         ({"text": 1}, "has neither"),
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({"text": "one"}, "invalid literal"),
         ({"text": ""}, "invalid literal"),
     ],
