@@ -119,7 +119,7 @@ def note_checked(file: Checked) -> None:
 
 
 @contextmanager
-def unnoted() -> Iterator[None]:
+def not_recorded() -> Iterator[None]:
     """A block for files that may change without making anything of what is read wrong."""
     token = _current.set(None)
     try:

@@ -18,7 +18,7 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.check import listing
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, META_ROWS, Naming
@@ -78,7 +78,7 @@ def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -
         if prefixes:
             return naming, min(prefixes, key=len)
     raise TensorMismatch(
-        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}",
+        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} is recognised; it has {listing(stored)}",
         code="missing-tensor",
     )
 

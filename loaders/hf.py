@@ -9,7 +9,7 @@ from megaconv.engine.weight_files import has_weights, read_directory, whole_mode
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.hf_config import load_config, quant_method
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions

@@ -26,7 +26,7 @@ DISTRIBUTED = ("torch_dist", "zarr")
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
     _check(options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
@@ -42,7 +42,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _warn_of_scaling(header.config)
     if layout.tp > header.config.attention.kv_heads:
         _log.warning(
-            "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core knows from 0.16 on",
+            "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core supports from 0.16 on",
             header.config.attention.kv_heads,
             layout.tp,
         )

@@ -10,7 +10,7 @@ from megaconv.engine.base_model import CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
@@ -82,10 +82,10 @@ def _shards(
 
 
 def _warn_of_missing_mtp(config: ModelConfig) -> None:
-    said = (config.hf or {}).get("num_nextn_predict_layers") or 0
-    if said and not config.mtp_layers:
+    promised = (config.hf or {}).get("num_nextn_predict_layers") or 0
+    if promised and not config.mtp_layers:
         _log.warning(
-            "%s speaks of %s layers that predict further tokens, which the source doesn't hold; --base ORIGINAL adds them",
+            "%s lists %s MTP layers, which the source doesn't hold; --base ORIGINAL adds them",
             CONFIG_NAME,
-            said,
+            promised,
         )

@@ -15,10 +15,10 @@ Raw = dict[str, Any]
 FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
-"""Families whose config.json has Llama's words."""
+"""Families whose config.json has Llama's keys."""
 SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss")]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing."""
-LATENT_WORDS: Raw = {
+LATENT_KEYS: Raw = {
     "kv_lora_rank": 12,
     "q_lora_rank": 10,
     "qk_rope_head_dim": 4,
@@ -33,9 +33,9 @@ LATENT_WORDS: Raw = {
     "first_k_dense_replace": 2,
     "routed_scaling_factor": 2.5,
 }
-EXPERT_WORDS: dict[str, Raw] = {
-    "deepseek_v2": LATENT_WORDS,
-    "deepseek_v3": {**LATENT_WORDS, "n_group": 3, "topk_group": 2},
+EXPERT_KEYS: dict[str, Raw] = {
+    "deepseek_v2": LATENT_KEYS,
+    "deepseek_v3": {**LATENT_KEYS, "n_group": 3, "topk_group": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
     "qwen2_moe": {
@@ -79,8 +79,8 @@ SCALINGS: dict[str, Raw | None] = {
 }
 
 
-def raw_config(name: str, **words: Any) -> Raw:
-    """A complete config.json without words that changed between transformers 4 and 5."""
+def raw_config(name: str, **keys: Any) -> Raw:
+    """A complete config.json without keys that changed between transformers 4 and 5."""
     table = families()[name]
     return {
         "architectures": [table.architectures[0]],
@@ -98,14 +98,14 @@ def raw_config(name: str, **words: Any) -> Raw:
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **EXPERT_WORDS.get(name, {}),
+        **EXPERT_KEYS.get(name, {}),
         **({"hidden_act": "gelu_pytorch_tanh"} if name == "gemma" else {}),
-        **words,
+        **keys,
     }
 
 
-def raw_gpt2(**words: Any) -> Raw:
-    """A complete config.json of a GPT-2, which has other words."""
+def raw_gpt2(**keys: Any) -> Raw:
+    """A complete config.json of a GPT-2, which has other keys."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -117,7 +117,7 @@ def raw_gpt2(**words: Any) -> Raw:
         "layer_norm_epsilon": 1e-6,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **words,
+        **keys,
     }
 
 
@@ -125,7 +125,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return family_of_hf(raw, "config.json").read_hf(raw)
 
 
-def in_old_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+def in_old_keys(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     return raw | {
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -134,7 +134,7 @@ def in_old_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     }
 
 
-def in_new_words(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+def in_new_keys(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
     return raw | {
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
         "dtype": "bfloat16",
@@ -166,7 +166,7 @@ def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
 
 @st.composite
 def scalings(draw: Draw) -> Raw | None:
-    """What Megatron core has words for."""
+    """What Megatron core can represent."""
     factor = float(draw(st.integers(1, 64)))
     return draw(
         st.sampled_from(
@@ -184,7 +184,7 @@ def scalings(draw: Draw) -> Raw | None:
 @st.composite
 def gpt2_configs(draw: Draw) -> ModelConfig:
     heads = draw(st.integers(1, 4))
-    words = {
+    keys = {
         "n_head": heads,
         "n_embd": heads * draw(st.integers(1, 20)),
         "n_inner": draw(st.none() | st.integers(1, 99)),
@@ -192,7 +192,7 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
         "tie_word_embeddings": draw(st.booleans()),
         "torch_dtype": draw(st.sampled_from(("bfloat16", "float16", "float32"))),
     }
-    return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **words))
+    return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **keys))
 
 
 @st.composite
@@ -310,7 +310,7 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
-    if name in EXPERT_WORDS:
+    if name in EXPERT_KEYS:
         config = draw(with_experts(config))
     if name == "glm4_moe":
         if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
@@ -333,5 +333,5 @@ def configs(draw: Draw) -> ModelConfig:
     return changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
 
 
-LLAMA = read(in_old_words(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))
+LLAMA = read(in_old_keys(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))
 """A Llama as Megatron's arguments can describe it: without token ids."""

@@ -49,7 +49,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-WORDS: dict[str, dict[str, Any]] = {
+CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
@@ -61,10 +61,16 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(path: Path, family: str, naming: Naming = HF, **words: Any) -> Path:
+def write_model(path: Path, family: str, naming: Naming = HF, **keys: Any) -> Path:
     """A Hugging Face directory with random weights, under the names that the table has and the oracles prove."""
     table = families()[family]
-    raw = {"architectures": [table.architectures[0]], "model_type": table.model_type, **SIZES, **WORDS[family], **words}
+    raw = {
+        "architectures": [table.architectures[0]],
+        "model_type": table.model_type,
+        **SIZES,
+        **CONFIG_KEYS[family],
+        **keys,
+    }
     config = table.read_hf(raw)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     generator = torch.Generator().manual_seed(3)
@@ -114,7 +120,7 @@ def layouts(draw: Draw, family: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", WORDS)
+@pytest.mark.parametrize("family", CONFIG_KEYS)
 @given(data=st.data())
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_there_and_elsewhere_and_back_every_bit_is_the_same(family: str, data: st.DataObject) -> None:
@@ -271,7 +277,7 @@ class Refused:
     """A change to config.json or a layout that has to end in one clear error."""
 
     family: str
-    words: Mapping[str, Any]
+    keys: Mapping[str, Any]
     sizes: Mapping[str, Any]
     error: type[Exception]
     message: str
@@ -295,7 +301,7 @@ CASES = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {},
         NotExpressible,
-        "latent attention, which knows yarn",
+        "latent attention, which supports yarn only",
     ),
     Refused(
         "deepseek_v2", {"topk_method": "group_limited_greedy"}, {}, NotExpressible, "ranks groups by their best expert"
@@ -304,7 +310,7 @@ CASES = [
     Refused("gpt_oss", {}, {"tp": 2}, LayoutError, "give --ep tp or more"),
     Refused("gpt_oss", {"swiglu_alpha": 1.5}, {}, NotExpressible, "swiglu_alpha 1.5"),
     Refused("gemma", {"hidden_act": "relu"}, {}, UnknownFamily, "hidden_act 'relu'"),
-    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
+    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are supported"),
     Refused(
         "gemma", {"architectures": ["Gemma2ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Gemma 2 and later"
     ),
@@ -313,7 +319,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.words or case.sizes}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.keys or case.sizes}")
 def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
     plain = {
         "rope_interleave",
@@ -324,10 +330,10 @@ def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
         "use_bidirectional_attention",
         "swiglu_alpha",
     }
-    at_reading = {"architectures", *plain} & set(case.words)
-    hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.words)
+    at_reading = {"architectures", *plain} & set(case.keys)
+    hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.keys)
     config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps(config | dict(case.words)))
+    (hf / "config.json").write_text(json.dumps(config | dict(case.keys)))
     with pytest.raises(case.error, match=case.message):
         megaconv.convert(hf, tmp_path / "core", saver="core", **case.sizes)
     assert not (tmp_path / "core").exists()

@@ -1,4 +1,4 @@
-"""config.json in two dialects: read, written, refused."""
+"""config.json in two versions: read, written, refused."""
 
 import json
 from dataclasses import replace
@@ -20,8 +20,8 @@ from tests.config_models import (
     SCALINGS,
     Raw,
     configs,
-    in_new_words,
-    in_old_words,
+    in_new_keys,
+    in_old_keys,
     raw_config,
     raw_gpt2,
     read,
@@ -30,16 +30,16 @@ from tests.config_models import (
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("name", SCALED)
-def test_old_and_new_words_mean_the_same_model(name: str, scaling: Raw | None) -> None:
-    old, new = in_old_words(raw_config(name), 5e5, scaling), in_new_words(raw_config(name), 5e5, scaling)
+def test_old_and_new_keys_mean_the_same_model(name: str, scaling: Raw | None) -> None:
+    old, new = in_old_keys(raw_config(name), 5e5, scaling), in_new_keys(raw_config(name), 5e5, scaling)
     config = read(old)
     assert config == read(new)
     assert (config.family, config.positions.theta, config.dtype) == (name, 5e5, "bfloat16")
     assert config.positions.scaling == (None if scaling in (None, {"rope_type": "default"}) else scaling)
 
 
-def test_the_oldest_words_for_rope_scaling_are_understood() -> None:
-    old = read(in_old_words(raw_config("llama"), 1e4, {"type": "linear", "factor": 2.0}))
+def test_the_oldest_keys_for_rope_scaling_are_understood() -> None:
+    old = read(in_old_keys(raw_config("llama"), 1e4, {"type": "linear", "factor": 2.0}))
     assert old.positions.scaling == {"rope_type": "linear", "factor": 2.0}
 
 
@@ -81,7 +81,7 @@ def test_what_is_written_for_hugging_face_means_the_same_model(config: ModelConf
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "message"),
+    ("keys", "error", "message"),
     [
         (
             {"quantization_config": {"quant_method": "gptq"}},
@@ -109,11 +109,11 @@ def test_what_is_written_for_hugging_face_means_the_same_model(config: ModelConf
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
-def test_a_config_that_cannot_be_is_refused(name: str, words: Raw, error: type[CheckpointError], message: str) -> None:
-    if name != "qwen2" and "layer_types" in words:
+def test_a_config_that_cannot_be_is_refused(name: str, keys: Raw, error: type[CheckpointError], message: str) -> None:
+    if name != "qwen2" and "layer_types" in keys:
         pytest.skip("a Llama or Mixtral has no layer types")
     with pytest.raises(error, match=message):
-        read(raw_config(name, **words))
+        read(raw_config(name, **keys))
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def test_a_feature_without_a_place_in_config_json_is_refused(name: str, features
 
 
 @pytest.mark.parametrize(
-    ("words", "asked"),
+    ("keys", "asked"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": [], "model_type": "mamba"}, "mamba"),
         ({"architectures": None, "model_type": None}, "no architecture"),
     ],
 )
-def test_an_unknown_architecture_is_told_what_is_known(words: Raw, asked: str) -> None:
+def test_an_unknown_architecture_gets_a_list_of_what_is_supported(keys: Raw, asked: str) -> None:
     with pytest.raises(UnknownFamily) as caught:
-        family_of_hf(raw_config("llama") | words, "m/config.json")
+        family_of_hf(raw_config("llama") | keys, "m/config.json")
     message = str(caught.value)
-    assert message.startswith(f"m/config.json: architecture {asked} is not known; known are ")
+    assert message.startswith(f"m/config.json: architecture {asked} is not supported; supported: ")
     for table in families().values():
         assert all(name in message for name in table.architectures)
 
@@ -184,21 +184,21 @@ def test_a_config_file_that_is_no_json_object_is_corrupt(content: str, tmp_path:
 # The config.json that is shipped.
 
 
-def test_a_models_own_words_are_kept_and_only_the_dtype_is_brought_up_to_date() -> None:
+def test_a_models_own_keys_are_kept_and_only_the_dtype_is_brought_up_to_date() -> None:
     raw = raw_config("llama", dtype="float32", custom={"a": 1}, torch_dtype_note="x")
     config = changed(read(raw), {"dtype": "bfloat16"})
     shipped = json.loads(family("llama").config_json(config))
     assert shipped == raw | {"dtype": "bfloat16"}
 
 
-def test_without_words_of_its_own_a_model_gets_a_complete_config() -> None:
+def test_without_a_config_of_its_own_a_model_gets_a_complete_config() -> None:
     shipped = json.loads(family("llama").config_json(replace(LLAMA, hf=None)))
     assert shipped["torch_dtype"] == "bfloat16"
     assert read(shipped) == LLAMA
 
 
-def test_a_models_own_words_follow_what_has_changed_since() -> None:
-    raw = in_new_words(raw_config("llama", custom=1), 1e4, None)
+def test_a_models_own_keys_follow_what_has_changed_since() -> None:
+    raw = in_new_keys(raw_config("llama", custom=1), 1e4, None)
     config = changed(read(raw), {"positions.theta": 5e5, "norm.epsilon": 3e-6})
     shipped = json.loads(family("llama").config_json(config))
     assert (shipped["rope_theta"], shipped["rms_norm_eps"], shipped["custom"]) == (5e5, 3e-6, 1)

@@ -1,4 +1,4 @@
-"""What transformers itself makes of the words of a config.json."""
+"""What transformers itself makes of the keys of a config.json."""
 
 from copy import deepcopy
 from typing import Any
@@ -17,8 +17,8 @@ from tests.config_models import (
     SCALINGS,
     Raw,
     configs,
-    in_new_words,
-    in_old_words,
+    in_new_keys,
+    in_old_keys,
     raw_config,
     raw_gpt2,
     read,
@@ -148,7 +148,7 @@ def gpt2_as_transformers_has_it(config: Any) -> Raw:
 
 
 def as_we_have_it(config: ModelConfig) -> dict[str, Any]:
-    """Ours in the same words."""
+    """Ours under the same keys."""
     described = fields_of(config)
     described["windows"] = [kind.window for kind in config.layers]
     described["moe_layers"] = (
@@ -164,10 +164,10 @@ def assert_read_alike(raw: Raw) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-@pytest.mark.parametrize("words", [in_old_words, in_new_words])
+@pytest.mark.parametrize("keys", [in_old_keys, in_new_keys])
 @pytest.mark.parametrize("name", SCALED)
-def test_a_complete_config_is_read_as_transformers_reads_it(name: str, words: Any, scaling: Raw | None) -> None:
-    assert_read_alike(words(raw_config(name, pad_token_id=0, eos_token_id=[2, 7]), 5e5, scaling))
+def test_a_complete_config_is_read_as_transformers_reads_it(name: str, keys: Any, scaling: Raw | None) -> None:
+    assert_read_alike(keys(raw_config(name, pad_token_id=0, eos_token_id=[2, 7]), 5e5, scaling))
 
 
 @pytest.mark.oracle
@@ -194,11 +194,11 @@ TRANSFORMERS_CANNOT = (
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    "words", [{}, {"n_inner": 48}, {"n_inner": None}, {"tie_word_embeddings": False}, {"eos_token_id": [2, 7]}]
+    "keys", [{}, {"n_inner": 48}, {"n_inner": None}, {"tie_word_embeddings": False}, {"eos_token_id": [2, 7]}]
 )
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
-def test_a_gpt2_is_read_as_transformers_reads_it(activation: str, words: Raw) -> None:
-    assert_read_alike(raw_gpt2(activation_function=activation, pad_token_id=0, **words))
+def test_a_gpt2_is_read_as_transformers_reads_it(activation: str, keys: Raw) -> None:
+    assert_read_alike(raw_gpt2(activation_function=activation, pad_token_id=0, **keys))
 
 
 @pytest.mark.oracle
@@ -215,16 +215,16 @@ def test_a_gpt2_has_learned_positions_layer_norms_and_biases() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "keys",
     [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}],
 )
-def test_a_gpt2_that_computes_something_else_is_refused(words: Raw) -> None:
-    with pytest.raises(UnknownFamily, match=next(iter(words))):
-        read(raw_gpt2(**words))
+def test_a_gpt2_that_computes_something_else_is_refused(keys: Raw) -> None:
+    with pytest.raises(UnknownFamily, match=next(iter(keys))):
+        read(raw_gpt2(**keys))
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "layers"),
+    ("name", "keys", "layers"),
     [
         ("mixtral", {}, None),
         ("qwen2_moe", {}, (1, 3)),
@@ -235,8 +235,8 @@ def test_a_gpt2_that_computes_something_else_is_refused(words: Raw) -> None:
         ("glm4_moe", {"first_k_dense_replace": 0}, None),
     ],
 )
-def test_layers_have_experts_where_the_config_says_so(name: str, words: Raw, layers: tuple[int, ...] | None) -> None:
-    assert read(raw_config(name, **words)).layers_with("moe") == (layers or (0, 1, 2, 3))
+def test_layers_have_experts_where_the_config_says_so(name: str, keys: Raw, layers: tuple[int, ...] | None) -> None:
+    assert read(raw_config(name, **keys)).layers_with("moe") == (layers or (0, 1, 2, 3))
 
 
 @pytest.mark.oracle
@@ -253,7 +253,7 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(name: str) -> None:
     assert read(raw_config(name, num_attention_heads=16, num_key_value_heads=None)).attention.kv_heads == 16
 
 
-WINDOW_WORDS = st.fixed_dictionaries(
+WINDOW_KEYS = st.fixed_dictionaries(
     {},
     optional={
         "use_sliding_window": st.booleans(),
@@ -266,14 +266,14 @@ WINDOW_WORDS = st.fixed_dictionaries(
 
 
 @pytest.mark.oracle
-@given(st.sampled_from(("qwen2", "qwen3", "qwen2_moe")), WINDOW_WORDS)
+@given(st.sampled_from(("qwen2", "qwen3", "qwen2_moe")), WINDOW_KEYS)
 @settings(max_examples=100, deadline=None)
-def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, words: Raw) -> None:
-    assert_read_alike(raw_config(name, **words))
+def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, keys: Raw) -> None:
+    assert_read_alike(raw_config(name, **keys))
 
 
 @pytest.mark.parametrize(
-    ("words", "windows"),
+    ("keys", "windows"),
     [
         ({"sliding_window": 8}, [None] * 4),
         ({"sliding_window": 8, "use_sliding_window": False}, [None] * 4),
@@ -295,15 +295,15 @@ def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, words: Raw
     ],
 )
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_a_qwen_has_its_window_only_where_it_says_so(name: str, words: Raw, windows: list[int | None]) -> None:
-    assert as_we_have_it(read(raw_config(name, **words)))["windows"] == windows
+def test_a_qwen_has_its_window_only_where_it_says_so(name: str, keys: Raw, windows: list[int | None]) -> None:
+    assert as_we_have_it(read(raw_config(name, **keys)))["windows"] == windows
 
 
 @pytest.mark.parametrize(
-    ("words", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 16}, 16)]
+    ("keys", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 16}, 16)]
 )
-def test_a_mistral_has_a_window_unless_it_says_no(words: Raw, window: int | None) -> None:
-    config = read(raw_config("mistral", **words))
+def test_a_mistral_has_a_window_unless_it_says_no(keys: Raw, window: int | None) -> None:
+    config = read(raw_config("mistral", **keys))
     assert value_of(config, "layers.window") == window
 
 

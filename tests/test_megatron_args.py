@@ -28,7 +28,7 @@ from tests.config_models import (
     Raw,
     configs,
     found_in_tensors,
-    in_old_words,
+    in_old_keys,
     raw_config,
     read,
 )
@@ -122,9 +122,9 @@ def test_tensors_are_believed_where_arguments_say_something_else() -> None:
         (
             {"layernorm_zero_centered_gamma": True},
             UnknownFamily,
-            "no model family that is known.*(zero_centered|gelu_tanh)",
+            "no supported model family.*(zero_centered|gelu_tanh)",
         ),
-        ({"apply_layernorm_1p": True}, UnknownFamily, "no model family that is known.*(zero_centered|gelu_tanh)"),
+        ({"apply_layernorm_1p": True}, UnknownFamily, "no supported model family.*(zero_centered|gelu_tanh)"),
         ({"softmax_type": "off-by-one"}, UnknownFamily, "softmax_type is 'off-by-one'"),
         ({"activation_func_clamp_value": 7.0}, UnknownFamily, "the model has clamped"),
         ({"glu_linear_offset": 1.0}, UnknownFamily, "the model has clamped"),
@@ -260,7 +260,7 @@ def test_llama3_scaling_with_other_numbers_than_megatron_has_is_refused(other: R
 )
 def test_incomplete_rope_scaling_is_refused_and_no_crash(scaling: Raw) -> None:
     with pytest.raises(CheckpointError, match="rope"):
-        arguments(read(in_old_words(raw_config("llama"), 1e4, scaling)))
+        arguments(read(in_old_keys(raw_config("llama"), 1e4, scaling)))
 
 
 def test_scaling_that_was_left_out_is_there_again_after_the_way_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nothing that a model computes is dropped on the way into other words: it comes back, or it is refused by name."""
+"""Nothing that a model computes is dropped on the way into other keys: it comes back, or it is refused by name."""
 
 import json
 import shutil
@@ -74,8 +74,8 @@ def model(family: str) -> ModelConfig:
     if family == "gpt2":
         return read(raw_gpt2(n_layer=4, torch_dtype="bfloat16"))
     if family in ("bert", "t5"):
-        words = {"num_hidden_layers": 4} if family == "bert" else {"num_layers": 4}
-        return read({**(BERT if family == "bert" else T5), **words})
+        keys = {"num_hidden_layers": 4} if family == "bert" else {"num_layers": 4}
+        return read({**(BERT if family == "bert" else T5), **keys})
     usual = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1} if family == "glm4_moe" else {}
     return read(raw_config(family, torch_dtype="bfloat16", **usual))
 
@@ -134,7 +134,7 @@ def test_every_field_comes_back_from_config_json_or_is_refused_by_name(family: s
             assert any(name in message for name in named), f"{field} = {value!r}: {message}"
             refused.add(field)
         else:
-            assert not lost_fields(variant, back), f"{field} = {value!r} was dropped unheard"
+            assert not lost_fields(variant, back), f"{field} = {value!r} was dropped unnoticed"
             kept.add(field)
     assert {"vocab", "max_positions"} <= kept
     assert {"layers.mixer", "attention.score_cap", "head.logit_cap"} <= refused
@@ -158,7 +158,7 @@ def test_every_field_comes_back_from_megatrons_arguments_or_is_refused(family: s
             back = told_again(variant, legacy=legacy)
         except CheckpointError:
             continue
-        assert not lost_fields(variant, back, but=NOT_COMPUTED), f"{field} = {value!r} was dropped unheard"
+        assert not lost_fields(variant, back, but=NOT_COMPUTED), f"{field} = {value!r} was dropped unnoticed"
         kept.add(field)
     assert kept or family in ("bert", "t5") or (legacy and not families()[family].rows[0].spelling(LEGACY))
 
@@ -186,7 +186,7 @@ def test_a_family_is_recognized_by_its_own_declaration_and_by_no_other(family: s
     assert recognize(config).name == family
 
 
-def test_a_model_that_no_family_has_is_told_the_nearest() -> None:
+def test_a_model_that_no_family_has_gets_the_nearest_named() -> None:
     odd = changed(model("llama"), {"norm.kind": "LayerNorm"})
     with pytest.raises(UnknownFamily, match="the nearest is llama, and differs in: the model has norm_bias"):
         recognize(odd)
@@ -208,12 +208,12 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "core"
 
 
-def stale(core: Path, into: Path, **words: Any) -> Path:
+def stale(core: Path, into: Path, **keys: Any) -> Path:
     """The checkpoint beside a config.json that says something else."""
     shutil.copytree(core, into)
     (into / "megaconv.json").unlink()
     path = into / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | words))
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     return into
 
 

@@ -76,7 +76,7 @@ def verify(
 def _need_record(place: Place) -> Record:
     if isinstance(place, str):
         raise CorruptCheckpoint(
-            f"{place}: nothing can lie beside a URI to verify it against; megaconv diff compares with another checkpoint",
+            f"{place}: a URI has no record beside it to verify it against; megaconv diff compares with another checkpoint",
             code="no-fingerprints",
         )
     record = find_record(place)

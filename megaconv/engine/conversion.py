@@ -33,7 +33,7 @@ from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it needs it and you trust it"
+CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def prepare(
     files = options.save.files or _workers(options) * processes
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
-        told = options.load.config is not None or options.load.true_vocab_size is not None
-        check = check_source(place, written, source.header.manifest, other_shapes=told)
+        overridden = options.load.config is not None or options.load.true_vocab_size is not None
+        check = check_source(place, written, source.header.manifest, other_shapes=overridden)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
@@ -352,7 +352,7 @@ def verify_fingerprint(
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:
-            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
+            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk faulty?")
 
 
 def _digest(*what: Any) -> str:
@@ -367,7 +367,7 @@ def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str
     if isinstance(place, Path):
         return []
     if options.resume and header.revision is None:
-        raise UsageError(f"--resume: the loader of {place} doesn't tell whether it has changed since; leave it out")
+        raise UsageError(f"--resume: the loader of {place} can't detect whether it has changed since; leave it out")
     return [place, header.revision or ""]
 
 

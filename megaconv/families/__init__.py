@@ -11,7 +11,7 @@ from typing import Any
 from megaconv import plugins
 from megaconv.errors import UnknownFamily
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
-from megaconv.families.parts.words import CONFIG_NAME, Words, read_words, write_words
+from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
@@ -28,8 +28,8 @@ class Family:
     """transformers' class names: `LlamaForCausalLM`."""
     model_type: str
     rows: tuple[Row, ...]
-    words: tuple[Words, ...]
-    """The keys of its config.json, and the fields of a model's description that they tell."""
+    keys: tuple[Keys, ...]
+    """The keys of its config.json, and the fields of a model's description that they give."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are the same in all its models, whatever config.json says."""
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -43,28 +43,28 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
-    """What a config.json leaves open and only the names of the tensors beside it tell."""
+    """What a config.json leaves open and only the names of the tensors beside it show."""
     recognized: str | None = None
     """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
-    None where these don't tell it from another family that computes the same."""
+    None where these don't distinguish it from another family that computes the same."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
 
     def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for what isn't known."""
         quant_method(raw, CONFIG_NAME)
-        return read_words(self.name, self.words, self.fixed, self.only, raw)
+        return read_keys(self.name, self.keys, self.fixed, self.only, raw)
 
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json that transformers 4 and 5 both understand. Raises NotExpressible, naming it, for a field that it can't keep."""
-        return write_words(self.words, self.fixed, self.only, config, self.architectures[0], self.model_type)
+        return write_keys(self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type)
 
     def config_json(self, config: ModelConfig) -> bytes:
-        """The config.json to ship: the model's own words where they are known. Raises NotExpressible, as write_hf."""
+        """The config.json to ship: the model's own where it is known. Raises NotExpressible, as write_hf."""
         now = self.write_hf(config)
         if config.hf is None:
             return as_file(now)
-        # Layers for multi-token prediction are spoken of in many a config.json whose files don't hold them.
+        # Layers for multi-token prediction are listed in many a config.json whose files don't hold them.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
         return as_file(updated(config.hf, self.write_hf(before), now))
 
@@ -79,7 +79,7 @@ REFUSED = {
         "Llama 4 scales queries by their position, for which Megatron core has no layer",
     ),
 }
-"""Architectures that we know and have no family for, with the reason."""
+"""Known architectures without a family, with the reason."""
 
 
 @cache
@@ -117,7 +117,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
-        f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
+        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see CONTRIBUTING.md"
     )
 
 
@@ -134,7 +134,7 @@ def family(name: str) -> Family:
     """One of ours, or of another package's. Raises UnknownFamily."""
     found = families().get(name) or all_families().get(name)
     if found is None:
-        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(all_families())}")
+        raise UnknownFamily(f"model family {name!r} is not known; known: {', '.join(all_families())}")
     return found
 
 
@@ -158,7 +158,7 @@ def recognize(config: ModelConfig) -> Family:
         key=lambda family: len(_unlike(config, family)),
     )
     raise UnknownFamily(
-        f"the checkpoint is of no model family that is known; the nearest is {near.name}, and differs in: "
+        f"the checkpoint is of no supported model family; the nearest is {near.name}, and differs in: "
         + "; ".join(_unlike(config, near))
     )
 

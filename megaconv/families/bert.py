@@ -1,6 +1,6 @@
 """BERT: Megatron's own (each norm before its sublayer, MegatronBert in transformers), and the original.
 
-The original BERT norms the sum of a sublayer and what it was given. That is Megatron's legacy model told to carry on what its
+The original BERT norms the sum of a sublayer and what it was given. That is Megatron's legacy model that continues with what its
 norms give (apply_residual_connection_post_layernorm): a layer's first norm is then the one that ends the layer before it,
 that of layer 0 the embedding's, and the one that ends the last layer is the final norm.
 
@@ -14,8 +14,8 @@ from dataclasses import replace
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.gpt2 import BIASED, LEARNED, whole_heads
-from megaconv.families.parts.decoder_words import model_words
-from megaconv.families.parts.words import Fields, Raw, Words, choice, number, size
+from megaconv.families.parts.decoder_keys import model_keys
+from megaconv.families.parts.keys import Fields, Keys, Raw, choice, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.table import Copied, Fused, Row
@@ -146,8 +146,8 @@ _MEGATRON = ("MegatronBertForPreTraining", "MegatronBertForMaskedLM")
 
 
 def _read_activation(raw: Raw) -> Fields:
-    (told,) = choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu").read(raw).values()
-    return {"mlp.activation": told, "head.activation": told}
+    (found,) = choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu").read(raw).values()
+    return {"mlp.activation": found, "head.activation": found}
 
 
 def _write_activation(config: ModelConfig) -> Raw:
@@ -188,17 +188,17 @@ def _write_token_types(config: ModelConfig) -> Raw:
     return {"type_vocab_size": config.token_types}
 
 
-_WORDS = (
+_KEYS = (
     size("hidden_size", "hidden"),
     size("num_hidden_layers", "layers.count"),
     size("intermediate_size", "mlp.ffn"),
     size("max_position_embeddings", "max_positions", 512),
     whole_heads("num_attention_heads", "hidden_size"),
     number("layer_norm_eps", "norm.epsilon", 1e-12),
-    Words(("hidden_act",), _read_activation, _write_activation),
-    Words(("type_vocab_size",), lambda raw: {"token_types": raw.get("type_vocab_size", 2)}, _write_token_types),
-    Words(("architectures", "model_type"), _read_architecture, _write_architecture),
-    *model_words(tied=True, tokens=(None, None, 0)),
+    Keys(("hidden_act",), _read_activation, _write_activation),
+    Keys(("type_vocab_size",), lambda raw: {"token_types": raw.get("type_vocab_size", 2)}, _write_token_types),
+    Keys(("architectures", "model_type"), _read_architecture, _write_architecture),
+    *model_keys(tied=True, tokens=(None, None, 0)),
 )
 _ONLY = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
@@ -211,7 +211,7 @@ def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 
 FAMILY = Family(
-    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, words=_WORDS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
+    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, keys=_KEYS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
     prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
     recognized="learned norm_bias !gated !encoder transform !mixture",
 )  # fmt: skip

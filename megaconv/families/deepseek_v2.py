@@ -6,8 +6,8 @@ from megaconv.families.deepseek_v3 import LATENT_ATTENTION, LATENT_HEADS, ONE_EP
 from megaconv.families.glm4_moe import SHARED, deepseek_experts
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, number
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, number
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 
 ROWS = (EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *SHARED, *HEAD)
@@ -17,17 +17,17 @@ def _no_groups(raw: Raw) -> Fields:
     if raw.get("topk_method", "greedy") != "greedy":
         raise NotExpressible(
             f"{CONFIG_NAME}: topk_method {raw['topk_method']!r} (DeepSeek-V2, not Lite) ranks groups by their best expert, "
-            "which Megatron core's router can't; only greedy is known"
+            "which Megatron core's router can't; only greedy is supported"
         )
     return {}
 
 
-_WORDS = (
-    *body_words(positions=2048, tokens=(1, 2, None)),
+_KEYS = (
+    *body_keys(positions=2048, tokens=(1, 2, None)),
     LATENT_HEADS,
     *deepseek_experts(count=64, width=1407, shared=2, dense=0),
     number("routed_scaling_factor", "experts.scale", 1.0),
-    Words(
+    Keys(
         ("topk_method", "n_group", "topk_group"),
         _no_groups,
         lambda config: {"topk_method": "greedy", "n_group": None, "topk_group": None},
@@ -44,7 +44,7 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v2", ("DeepseekV2ForCausalLM",), "deepseek_v2", ROWS, words=_WORDS,
+    "deepseek_v2", ("DeepseekV2ForCausalLM",), "deepseek_v2", ROWS, keys=_KEYS,
     fixed=LLAMA_LIKE | {"experts.renormalize": False}, only=_ONLY, ignored=IGNORED, features=("mla",),
     recognized="mla mixture !sigmoid_router !router_bias",
 )  # fmt: skip

@@ -4,9 +4,9 @@ from megaconv.families import Family
 from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, SIGMOID, deepseek_experts, sigmoid_routing
 from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, body_words
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
+from megaconv.families.parts.keys import Fields, Keys, Raw, count, need_size
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.families.parts.words import Fields, Raw, Words, count, need_size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, OtherAxis, Row
@@ -58,16 +58,16 @@ _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk
 
 
 def _read_latent(raw: Raw) -> Fields:
-    said = {**_LATENT, **raw}
-    heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(said, "qk_rope_head_dim")
+    given = {**_LATENT, **raw}
+    heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(given, "qk_rope_head_dim")
     return {
         "attention.heads": heads,
         "attention.kv_heads": heads,
-        "attention.head_dim": need_size(said, "qk_nope_head_dim") + rope_dim,
+        "attention.head_dim": need_size(given, "qk_nope_head_dim") + rope_dim,
         "latent.rope_dim": rope_dim,
-        "latent.v_dim": need_size(said, "v_head_dim"),
-        "latent.kv_rank": need_size(said, "kv_lora_rank"),
-        "latent.q_rank": said["q_lora_rank"] or 0,
+        "latent.v_dim": need_size(given, "v_head_dim"),
+        "latent.kv_rank": need_size(given, "kv_lora_rank"),
+        "latent.q_rank": given["q_lora_rank"] or 0,
     }
 
 
@@ -85,14 +85,14 @@ def _write_latent(config: ModelConfig) -> Raw:
     }
 
 
-LATENT_HEADS = Words(
+LATENT_HEADS = Keys(
     ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *_LATENT), _read_latent, _write_latent
 )
 ONE_EPSILON = {"rms_norm_eps": 1e-6}
 """transformers' classes give the latent norms this epsilon whatever the others have; Megatron has one for all."""
 
-_WORDS = (
-    *body_words(positions=4096, tokens=(0, 1, None)),
+_KEYS = (
+    *body_keys(positions=4096, tokens=(0, 1, None)),
     LATENT_HEADS,
     *deepseek_experts(count=256, width=2048, shared=1, dense=3),
     *sigmoid_routing(scale=2.5, groups=8, group_topk=4),
@@ -109,6 +109,6 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v3", ("DeepseekV3ForCausalLM",), "deepseek_v3", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY,
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), "deepseek_v3", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY,
     ignored=IGNORED, features=("mla", "q_latent"), complete=without_missing, recognized="mla mixture sigmoid_router router_bias",
 )  # fmt: skip

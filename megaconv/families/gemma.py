@@ -1,6 +1,6 @@
 """Gemma 1 (and CodeGemma): norms that multiply with their weight + 1, a scaled embedding, gated gelu, a tied head.
 
-Megatron has words for the norms (layernorm_zero_centered_gamma: the stored values are the same), not for the scale of
+Megatron supports the norms (layernorm_zero_centered_gamma: the stored values are the same), not the scale of
 the embedding: like Megatron-Bridge and NeMo we leave the weights as they are, and the model has to be built with it.
 """
 
@@ -8,8 +8,8 @@ from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import Family
 from megaconv.families.llama import BIASES, IGNORED
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, decoder_words
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, follows
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, follows
 
 ROWS = tuple(row.without("legacy", "meta") for row in LLAMA_ROWS)
 
@@ -21,7 +21,7 @@ def _hidden_activation(raw: Raw) -> Fields:
     """The key that wins over hidden_act where it is there."""
     if raw.get("hidden_activation") not in (None, *_ACTIVATIONS):
         raise UnknownFamily(
-            f"{CONFIG_NAME}: hidden_activation {raw['hidden_activation']!r} is not known in this architecture"
+            f"{CONFIG_NAME}: hidden_activation {raw['hidden_activation']!r} is not supported in this architecture"
         )
     return {}
 
@@ -29,23 +29,23 @@ def _hidden_activation(raw: Raw) -> Fields:
 def _bidirectional(raw: Raw) -> Fields:
     if raw.get("use_bidirectional_attention"):
         raise NotExpressible(
-            f"{CONFIG_NAME}: use_bidirectional_attention makes an encoder of the model; only decoders are known"
+            f"{CONFIG_NAME}: use_bidirectional_attention makes an encoder of the model; only decoders are supported"
         )
     return {}
 
 
-_WORDS = (
-    *decoder_words(positions=8192, kv_heads=16, head_dim=256, tokens=(2, 1, 0), tied=True),
+_KEYS = (
+    *decoder_keys(positions=8192, kv_heads=16, head_dim=256, tokens=(2, 1, 0), tied=True),
     BIASES,
     choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
-    Words(("hidden_activation",), _hidden_activation, lambda config: {"hidden_activation": "gelu_pytorch_tanh"}),
-    Words(("use_bidirectional_attention",), _bidirectional, lambda config: {}),
+    Keys(("hidden_activation",), _hidden_activation, lambda config: {"hidden_activation": "gelu_pytorch_tanh"}),
+    Keys(("use_bidirectional_attention",), _bidirectional, lambda config: {}),
     follows("embedding_scale", lambda raw: raw["hidden_size"] ** 0.5),
 )
 _GEMMA = {"mlp.activation": "gelu_tanh", "norm.zero_centered": True}
 
 FAMILY = Family(
-    "gemma", ("GemmaForCausalLM",), "gemma", ROWS, words=_WORDS, fixed=LLAMA_LIKE | _GEMMA, ignored=IGNORED,
+    "gemma", ("GemmaForCausalLM",), "gemma", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GEMMA, ignored=IGNORED,
     features=("zero_centered",), recognized="rope !norm_bias zero_centered gelu_tanh gated !mixture !mla !sinks",
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
 )  # fmt: skip

@@ -3,9 +3,9 @@
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, shared_expert_rows
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, partial_rotation
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys, partial_rotation
+from megaconv.families.parts.keys import Fields, Keys, Raw, count, flags, need_size, size
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.families.parts.words import Fields, Raw, Words, count, flags, need_size, size
 from megaconv.families.qwen2_moe import QWEN_EXPERTS
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -20,7 +20,7 @@ SHARED = shared_expert_rows("mlp.shared_experts.{gate_proj|up_proj}.weight", "ml
 ROWS = with_mtp((EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
 
 
-def deepseek_experts(*, count: int, width: int, shared: int, dense: int) -> tuple[Words, ...]:
+def deepseek_experts(*, count: int, width: int, shared: int, dense: int) -> tuple[Keys, ...]:
     """Routed and shared experts as DeepSeek describes them; the numbers count where keys are missing."""
 
     def read_layers(raw: Raw) -> Fields:
@@ -35,11 +35,11 @@ def deepseek_experts(*, count: int, width: int, shared: int, dense: int) -> tupl
         return {"experts.shared_ffn": experts * need_size(raw, "moe_intermediate_size", width)}
 
     return (
-        Words(("first_k_dense_replace",), read_layers, write_layers),
+        Keys(("first_k_dense_replace",), read_layers, write_layers),
         size("n_routed_experts", "experts.count", count),
         size("num_experts_per_tok", "experts.per_token", 8),
         size("moe_intermediate_size", "experts.ffn", width),
-        Words(
+        Keys(
             ("n_shared_experts",),
             read_shared,
             lambda config: {"n_shared_experts": config.experts.shared_ffn // max(1, config.experts.ffn)},
@@ -47,7 +47,7 @@ def deepseek_experts(*, count: int, width: int, shared: int, dense: int) -> tupl
     )
 
 
-def sigmoid_routing(*, scale: float, groups: int, group_topk: int) -> tuple[Words, ...]:
+def sigmoid_routing(*, scale: float, groups: int, group_topk: int) -> tuple[Keys, ...]:
     """How DeepSeek-V3 chooses experts; the numbers count where keys are missing."""
 
     def read(raw: Raw) -> Fields:
@@ -60,13 +60,13 @@ def sigmoid_routing(*, scale: float, groups: int, group_topk: int) -> tuple[Word
         return written | {"routed_scaling_factor": experts.scale or 1.0}
 
     return (
-        Words(("n_group", "topk_group", "routed_scaling_factor"), read, write),
+        Keys(("n_group", "topk_group", "routed_scaling_factor"), read, write),
         flags("norm_topk_prob", ("experts.renormalize",), default=True),
     )
 
 
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=8, epsilon=1e-5, partial=partial_rotation(0.5)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=8, epsilon=1e-5, partial=partial_rotation(0.5)),
     *deepseek_experts(count=128, width=1408, shared=1, dense=1),
     *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
     flags("attention_bias", ("attention.qkv_bias",), default=False),
@@ -77,6 +77,6 @@ SIGMOID: Fields = {"experts.score": "sigmoid", "experts.router_bias": True}
 """Of the router."""
 
 FAMILY = Family(
-    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, words=_WORDS, fixed={**LLAMA_LIKE, **SIGMOID}, only=SILU,
+    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID}, only=SILU,
     ignored=IGNORED, complete=without_missing, recognized=f"{MIXTURE} sigmoid_router",
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
-from megaconv.families.parts.decoder_words import model_words
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, need_size, number, size
+from megaconv.families.parts.decoder_keys import model_keys
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row, Transposed
 
@@ -80,7 +80,7 @@ IGNORED = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
-def whole_heads(key: str, hidden_key: str) -> Words:
+def whole_heads(key: str, hidden_key: str) -> Keys:
     """Heads that share the hidden size out, with keys and values of their own."""
 
     def read(raw: Raw) -> Fields:
@@ -89,28 +89,28 @@ def whole_heads(key: str, hidden_key: str) -> Words:
             raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} {heads} doesn't divide {hidden_key} {hidden}")
         return {"attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": hidden // heads}
 
-    return Words((key,), read, lambda config: {key: config.attention.heads})
+    return Keys((key,), read, lambda config: {key: config.attention.heads})
 
 
 def _write_width(config: ModelConfig) -> Raw:
     return {"n_inner": None if config.mlp.ffn == 4 * config.hidden else config.mlp.ffn}
 
 
-_WORDS = (
+_KEYS = (
     size("n_embd", "hidden"),
     size("n_layer", "layers.count"),
     size("n_positions", "max_positions", 1024),
     whole_heads("n_head", "n_embd"),
-    Words(("n_inner",), lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")}, _write_width),
+    Keys(("n_inner",), lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")}, _write_width),
     number("layer_norm_epsilon", "norm.epsilon", 1e-5),
     choice("activation_function", "mlp.activation", _ACTIVATIONS, "gelu_new"),
-    *model_words(tied=True, tokens=(50256, 50256, None)),
+    *model_keys(tied=True, tokens=(50256, 50256, None)),
 )
 LEARNED = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.gated": False}
 BIASED = {"attention.qkv_bias": True, "attention.o_bias": True, "mlp.bias": True}
 _ONLY = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False}
 
 FAMILY = Family(
-    "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, words=_WORDS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
+    "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, keys=_KEYS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
     prefix="transformer.", recognized="learned norm_bias !gated !encoder !transform !mixture",
 )  # fmt: skip

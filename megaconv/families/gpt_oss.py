@@ -9,16 +9,16 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.decoder_words import (
+from megaconv.families.parts.decoder_keys import (
     LLAMA_LIKE,
     SILU,
-    decoder_words,
+    decoder_keys,
     layer_types,
     rope,
     windowed_layers,
     windows_on,
 )
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, flags, need_size, number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size, number, size
 from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -66,7 +66,7 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What the class takes rope for that config.json doesn't speak of."""
+"""What the class takes rope for where config.json doesn't mention it."""
 
 
 def _read_windows(raw: Raw) -> Fields:
@@ -77,7 +77,7 @@ def _read_windows(raw: Raw) -> Fields:
 
 def _read_alpha(raw: Raw) -> Fields:
     if raw.get("swiglu_alpha", 1.702) != 1.702:
-        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not known, only 1.702 is")
+        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported, only 1.702 is")
     return {}
 
 
@@ -86,20 +86,20 @@ def _read_width(raw: Raw) -> Fields:
     return {"mlp.ffn": width, "experts.ffn": width}
 
 
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
-    Words(
+    Keys(
         ("sliding_window", "layer_types"),
         _read_windows,
         lambda config: {"sliding_window": config.window, "layer_types": layer_types(config)},
     ),
     size("num_local_experts", "experts.count", 128),
     size("num_experts_per_tok", "experts.per_token", 4),
-    Words(("intermediate_size",), _read_width, lambda config: {"intermediate_size": config.experts.ffn}),
+    Keys(("intermediate_size",), _read_width, lambda config: {"intermediate_size": config.experts.ffn}),
     number("swiglu_limit", "mlp.clamp", 7.0),
     # What Megatron's quick gelu has; older transformers don't know the key.
-    Words(("swiglu_alpha",), _read_alpha, lambda config: {}),
+    Keys(("swiglu_alpha",), _read_alpha, lambda config: {}),
 )
 _GPT_OSS = {
     "layers.mlp": "experts",
@@ -110,6 +110,6 @@ _GPT_OSS = {
 }
 
 FAMILY = Family(
-    "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, words=_WORDS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
+    "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
     ignored=IGNORED, recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
 )  # fmt: skip

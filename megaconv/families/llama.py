@@ -1,8 +1,8 @@
 """Llama 1, 2, 3, 3.1, 3.2, 3.3 and everything else that calls itself LlamaForCausalLM."""
 
 from megaconv.families import Family
-from megaconv.families.parts.decoder_words import GATED_SILU, LLAMA_LIKE, PLAIN, decoder_words
-from megaconv.families.parts.words import flags
+from megaconv.families.parts.decoder_keys import GATED_SILU, LLAMA_LIKE, PLAIN, decoder_keys
+from megaconv.families.parts.keys import flags
 from megaconv.model.table import Copied, Fused, OtherAxis, RotaryPairs, Row
 
 _HF = "model.layers.{l}."
@@ -104,6 +104,6 @@ BIASES = flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), def
 
 FAMILY = Family(
     "llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ROWS,
-    words=(*decoder_words(positions=2048, tokens=(1, 2, None)), GATED_SILU, BIASES, flags("mlp_bias", ("mlp.bias",), default=False)),
+    keys=(*decoder_keys(positions=2048, tokens=(1, 2, None)), GATED_SILU, BIASES, flags("mlp_bias", ("mlp.bias",), default=False)),
     fixed=LLAMA_LIKE, ignored=IGNORED, recognized=f"{PLAIN} !qkv_alone !qk_norm !only_windows",
 )  # fmt: skip

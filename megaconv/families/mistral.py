@@ -2,10 +2,10 @@
 
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, PLAIN, SILU, decoder_words, window
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys, window
 
 FAMILY = Family(
     "mistral", ("MistralForCausalLM",), "mistral", ROWS,
-    words=(*decoder_words(positions=131072, kv_heads=8, tokens=(1, 2, None)), window(4096)),
+    keys=(*decoder_keys(positions=131072, kv_heads=8, tokens=(1, 2, None)), window(4096)),
     fixed=LLAMA_LIKE, only=SILU, ignored=IGNORED, recognized=f"{PLAIN} !qkv_bias !o_bias !qk_norm only_windows",
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words, rope, window
-from megaconv.families.parts.words import Fields, Raw, Words, need_size, size
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys, rope, window
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
 from megaconv.model.table import Fused, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -18,7 +18,7 @@ MOE_NORM = Row(
 
 
 def expert_rows(router: str, gate_and_up: str, down: str) -> tuple[Row, ...]:
-    """Router and routed experts, given Hugging Face's words for them."""
+    """Router and routed experts, given Hugging Face's names for them."""
     return (
         Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
             hf=_HF + router,
@@ -69,15 +69,15 @@ def _width(raw: Raw) -> Fields:
     return {"mlp.ffn": width, "experts.ffn": width}
 
 
-_WORDS = (
-    *decoder_words(positions=131072, kv_heads=8, epsilon=1e-5, rotation=rope(1e6), tokens=(1, 2, None)),
+_KEYS = (
+    *decoder_keys(positions=131072, kv_heads=8, epsilon=1e-5, rotation=rope(1e6), tokens=(1, 2, None)),
     window(None),
     size("num_local_experts", "experts.count", 8),
     size("num_experts_per_tok", "experts.per_token", 2),
-    Words(("intermediate_size",), _width, lambda config: {"intermediate_size": config.experts.ffn}),
+    Keys(("intermediate_size",), _width, lambda config: {"intermediate_size": config.experts.ffn}),
 )
 
 FAMILY = Family(
-    "mixtral", ("MixtralForCausalLM",), "mixtral", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"layers.mlp": "experts"}, only=SILU,
+    "mixtral", ("MixtralForCausalLM",), "mixtral", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"layers.mlp": "experts"}, only=SILU,
     ignored=IGNORED, recognized=f"{MIXTURE} !sigmoid_router !shared_ffn !qk_norm",
 )  # fmt: skip

@@ -4,20 +4,20 @@ from collections.abc import Callable
 
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED, ROWS
-from megaconv.families.parts.decoder_words import (
+from megaconv.families.parts.decoder_keys import (
     LLAMA_LIKE,
     PLAIN,
     SILU,
-    decoder_words,
+    decoder_keys,
     layer_types,
     windowed_layers,
     windows_on,
 )
-from megaconv.families.parts.words import Fields, Raw, Words, need_size
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
 from megaconv.model.config import ModelConfig
 
 
-def qwen_windows(every_layer: Callable[[Raw], list[str]]) -> Words:
+def qwen_windows(every_layer: Callable[[Raw], list[str]]) -> Keys:
     """Qwen's windows count only when use_sliding_window says so; every_layer: layer_types where the key is missing.
 
     Layers are written one by one, which old and new transformers both follow.
@@ -38,7 +38,7 @@ def qwen_windows(every_layer: Callable[[Raw], list[str]]) -> Words:
             "layer_types": layer_types(config),
         }
 
-    return Words(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
+    return Keys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
 def _from_max_window_layers(raw: Raw) -> list[str]:
@@ -50,7 +50,7 @@ QWEN_WINDOWS = qwen_windows(_from_max_window_layers)
 
 FAMILY = Family(
     "qwen2", ("Qwen2ForCausalLM",), "qwen2", ROWS,
-    words=(*decoder_words(positions=32768, kv_heads=32), QWEN_WINDOWS),
+    keys=(*decoder_keys(positions=32768, kv_heads=32), QWEN_WINDOWS),
     fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only=SILU, ignored=IGNORED, features=("qkv_bias",),
     recognized=f"{PLAIN} qkv_alone !qk_norm",
 )  # fmt: skip

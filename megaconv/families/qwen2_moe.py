@@ -3,8 +3,8 @@
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM, expert_rows, shared_expert_rows
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
-from megaconv.families.parts.words import Fields, Raw, Words, flags, need_size, size
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys
+from megaconv.families.parts.keys import Fields, Keys, Raw, flags, need_size, size
 from megaconv.families.qwen2 import qwen_windows
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -22,7 +22,7 @@ _SHARED_GATE = Row(
 ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
 
 
-def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]:
+def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Keys, ...]:
     """Routed experts as Qwen describes them; the numbers count where keys are missing."""
 
     def read(raw: Raw) -> Fields:
@@ -40,7 +40,7 @@ def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Words, ...]
         return {"num_experts": config.experts.count, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
     return (
-        Words(("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"), read, write),
+        Keys(("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"), read, write),
         size("num_experts_per_tok", "experts.per_token", per_token),
         size("moe_intermediate_size", "experts.ffn", width),
         flags("norm_topk_prob", ("experts.renormalize",), default=False),
@@ -53,8 +53,8 @@ def _every_other_layer(raw: Raw) -> list[str]:
     return ["full_attention" if layer % 2 or layer >= end else "sliding_attention" for layer in range(layers)]
 
 
-_WORDS = (
-    *decoder_words(positions=32768, kv_heads=16),
+_KEYS = (
+    *decoder_keys(positions=32768, kv_heads=16),
     *qwen_experts(count=60, per_token=4, width=1408),
     size("shared_expert_intermediate_size", "experts.shared_ffn", 5632),
     flags("qkv_bias", ("attention.qkv_bias",), default=True),
@@ -62,6 +62,6 @@ _WORDS = (
 )
 
 FAMILY = Family(
-    "qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2_moe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"experts.shared_gate": True},
+    "qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2_moe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"experts.shared_gate": True},
     only=SILU, ignored=IGNORED, features=("qkv_bias",), recognized=f"{MIXTURE} !sigmoid_router shared_ffn",
 )  # fmt: skip

@@ -3,8 +3,8 @@
 from megaconv.families import Family
 from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.mixtral import MOE_NORM
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, MIXTURE, SILU, decoder_words
-from megaconv.families.parts.words import Fields, Raw, Words
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys
+from megaconv.families.parts.keys import Fields, Keys, Raw
 from megaconv.families.qwen2_moe import QWEN_EXPERTS, qwen_experts
 
 ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *HEAD)
@@ -14,11 +14,11 @@ def _window(raw: Raw) -> Fields:
     return {"layers.window": raw.get("sliding_window", 4096) or None} if raw.get("use_sliding_window") else {}
 
 
-_WORDS = (
-    *decoder_words(positions=32768, kv_heads=4),
+_KEYS = (
+    *decoder_keys(positions=32768, kv_heads=4),
     *qwen_experts(count=128, per_token=8, width=768),
     BIASES,
-    Words(
+    Keys(
         ("use_sliding_window", "sliding_window"),
         _window,
         lambda config: {"use_sliding_window": config.window is not None, "sliding_window": config.window},
@@ -26,6 +26,6 @@ _WORDS = (
 )
 
 FAMILY = Family(
-    "qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3_moe", ROWS, words=_WORDS, fixed=LLAMA_LIKE | {"attention.qk_norm": True},
+    "qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3_moe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"attention.qk_norm": True},
     only=SILU, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn qk_norm",
 )  # fmt: skip

@@ -1,14 +1,14 @@
 """T5: an encoder, and a decoder that attends to it. Megatron's is another function than transformers' of the same name.
 
 Megatron divides attention scores by the square root of the head size, and has biases, LayerNorm and learned positions unless
-told otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each in its own words: what one has
+configured otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each with its own keys: what one has
 and the other hasn't is refused.
 """
 
 from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.families import Family
-from megaconv.families.parts.decoder_words import model_words
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, need_size, number, size
+from megaconv.families.parts.decoder_keys import model_keys
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row
 
@@ -192,7 +192,7 @@ def _read_activation(raw: Raw) -> Fields:
     kind = raw.get("feed_forward_proj", "relu")
     if kind not in _ACTIVATIONS:
         raise NotExpressible(
-            f"{CONFIG_NAME}: feed_forward_proj {kind!r} is not known; known are {', '.join(_ACTIVATIONS)}"
+            f"{CONFIG_NAME}: feed_forward_proj {kind!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     return dict(zip(("mlp.activation", "mlp.gated"), _ACTIVATIONS[kind], strict=True))
 
@@ -203,7 +203,7 @@ def _write_activation(config: ModelConfig) -> Raw:
     if found not in words:
         raise NotExpressible(
             f"the model has {'a gated' if config.mlp.gated else 'an ungated'} {config.mlp.activation}, which "
-            f"T5ForConditionalGeneration doesn't know; it knows {', '.join(_ACTIVATIONS)}"
+            f"T5ForConditionalGeneration doesn't support; it supports {', '.join(_ACTIVATIONS)}"
         )
     return {"feed_forward_proj": words[found]}
 
@@ -240,17 +240,17 @@ def _scaled_outputs(raw: Raw) -> Fields:
 
 _T5 = {"positions.kind": "relative", "attention.scale": 1.0}
 
-_WORDS = (
-    Words((), lambda raw: {}, _unscaled),
+_KEYS = (
+    Keys((), lambda raw: {}, _unscaled),
     size("d_model", "hidden"),
     size("d_ff", "mlp.ffn"),
     size("n_positions", "max_positions", 512),
-    Words(
+    Keys(
         ("num_layers", "num_decoder_layers"),
         _read_layers,
         lambda config: {"num_layers": config.encoder.layers, "num_decoder_layers": config.layer_count},
     ),
-    Words(
+    Keys(
         ("num_heads", "d_kv"),
         _read_heads,
         lambda config: {"num_heads": config.attention.heads, "d_kv": config.attention.head_dim},
@@ -258,13 +258,13 @@ _WORDS = (
     number("layer_norm_epsilon", "norm.epsilon", 1e-6),
     size("relative_attention_num_buckets", "positions.buckets", 32),
     size("relative_attention_max_distance", "positions.max_distance", 128),
-    Words(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
-    *model_words(tied=True, tokens=(None, 1, 0)),
-    Words(("scale_decoder_outputs",), _scaled_outputs, lambda config: {}),
-    Words(("decoder_start_token_id",), lambda raw: {}, lambda config: {"decoder_start_token_id": config.pad_token_id}),
+    Keys(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
+    *model_keys(tied=True, tokens=(None, 1, 0)),
+    Keys(("scale_decoder_outputs",), _scaled_outputs, lambda config: {}),
+    Keys(("decoder_start_token_id",), lambda raw: {}, lambda config: {"decoder_start_token_id": config.pad_token_id}),
 )
 
 FAMILY = Family(
-    "t5", ("T5ForConditionalGeneration",), "t5", ROWS, words=_WORDS, fixed=_T5, only={"is_encoder_decoder": True, "is_decoder": False},
+    "t5", ("T5ForConditionalGeneration",), "t5", ROWS, keys=_KEYS, fixed=_T5, only={"is_encoder_decoder": True, "is_decoder": False},
     ignored=IGNORED, recognized="encoder",
 )  # fmt: skip

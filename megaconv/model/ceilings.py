@@ -19,7 +19,7 @@ ALL_EXPERTS = 100_000
 WIDTH = 1 << 24
 """Hidden sizes, widths of MLPs, heads and their elements: published models have up to some 60,000."""
 VOCABULARY = 1 << 28
-"""The largest vocabularies have a million words."""
+"""The largest vocabularies have a million tokens."""
 POSITIONS = 1 << 40
 """Published models have up to ten million."""
 RANKS = 65_536
@@ -35,7 +35,7 @@ _FIELDS = {
 """By the dotted names of a configuration."""
 
 _COUNTS = re.compile(r".*layer.*|first_k_dense_replace|decoder_sparse_step")
-"""Words by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers."""
+"""Keys by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers."""
 
 
 def require_possible(values: Mapping[str, Any]) -> None:
@@ -50,16 +50,16 @@ def require_possible(values: Mapping[str, Any]) -> None:
         raise CorruptCheckpoint(f"the model can't have {what}; there may be {ALL_EXPERTS:,} in all")
 
 
-def require_countable(words: Mapping[str, Any], where: str) -> None:
-    """words: a config.json, before anything is made of it. Raises CorruptCheckpoint, naming where and the word, for more layers than
+def require_countable(config: Mapping[str, Any], where: str) -> None:
+    """config: a config.json, before anything is made of it. Raises CorruptCheckpoint, naming where and the key, for more layers than
     any model has."""
-    for word, value in words.items():
+    for key, value in config.items():
         if isinstance(value, Mapping):
             require_countable(value, where)
-        elif _COUNTS.fullmatch(word):
+        elif _COUNTS.fullmatch(key):
             number = len(value) if isinstance(value, list) else value
             if type(number) in (int, float) and not -LAYERS <= number <= LAYERS:
-                raise CorruptCheckpoint(f"{where}: {word} should be at most {LAYERS:,}, found {_short(number)}")
+                raise CorruptCheckpoint(f"{where}: {key} should be at most {LAYERS:,}, found {_short(number)}")
 
 
 def _short(number: float) -> str:

@@ -108,7 +108,7 @@ def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing
         assert isinstance(value, dict)
         return {name: read_tensor(tensor).tobytes() for name, tensor in value.items()}
 
-    intact, chance, told = everything(saved), random.Random(1), 0
+    intact, chance, found = everything(saved), random.Random(1), 0
     for _ in range(300):
         content = bytearray(saved.read_bytes())
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -116,8 +116,8 @@ def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing
         try:
             assert everything(tmp_path / "x.pt") == intact
         except CheckpointError:
-            told += 1
-    assert told > 250
+            found += 1
+    assert found > 250
 
 
 def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ def test_what_nobody_needed_is_read_at_the_end_where_it_is_the_smaller_part(save
     content = bytearray(saved.read_bytes())
     content[intact["a"].offset] ^= 1
     (tmp_path / "x.pt").write_bytes(content)
-    for rows, told in ((40, True), (20, False)):
+    for rows, found in ((40, True), (20, False)):
         opened = OpenedFiles()
         with opened:
             value = torch_zip.read(tmp_path / "x.pt")
         assert isinstance(value, dict)
         value["a"].read_into(Box(0, rows, 0, 32), np.empty((rows, 128), np.uint8))
-        if told:
+        if found:
             with pytest.raises(CorruptCheckpoint, match="checksum"):
                 opened.finish_checks()
         else:

@@ -162,7 +162,7 @@ def test_tensors_are_on_disk_before_the_journal_vouches_for_them(
     monkeypatch.setattr(StagedFile, "sync", note_sync)
     monkeypatch.setattr(Staging, "record", note_record)
     monkeypatch.setattr(transfer, "JOURNAL_SECONDS", 0)
-    monkeypatch.setattr(transfer.Transfer, "_write_frames", lambda self: self._record())
+    monkeypatch.setattr(transfer.Transfer, "_write_headers", lambda self: self._record())
     convert(write_llama(tmp_path / "model"), tmp_path / "out", "core", ConvertOptions(save=SaveOptions(tp=2, pp=2)))
     synced: set[str] = set()
     vouched: set[str] = set()
@@ -272,7 +272,7 @@ def test_a_resumed_conversion_is_right_even_where_a_file_was_lost(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer.Transfer, "_write_frames", interrupt)
+        patch.setattr(transfer.Transfer, "_write_headers", interrupt)
         with pytest.raises(KeyboardInterrupt):
             convert(model, target, "core", options)
     (file,) = partial(target).rglob("*.pt")

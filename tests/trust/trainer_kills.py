@@ -114,8 +114,8 @@ def _launch_undisturbed(bench: Bench, run: Run, prepare: Callable[[str, int], No
 
 
 def _count(folder: str, rank: int) -> None:
-    told = os.open(Path(folder) / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
-    Steps(told=told).install()
+    reported = os.open(Path(folder) / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
+    Steps(reported=reported).install()
 
 
 def _keep_all(folder: str, rank: int) -> None:

@@ -2,14 +2,14 @@
 
 from megaconv.families import Family
 from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_words import LLAMA_LIKE, SILU, decoder_words
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
 from megaconv.model.table import Row
 
 _NAMES = {"model.embed_tokens": "body.embed", "model.layers.": "body.blocks.", "model.norm": "body.last_norm"}
 
 
 def _renamed(row: Row) -> Row:
-    """Only Hugging Face's names differ. Meta's files and Megatron's legacy models have no words for a Pebble."""
+    """Only Hugging Face's names differ. Meta's files and Megatron's legacy models don't support a Pebble."""
     (spelling,) = row.names["hf"]
     name = spelling.name
     for llama, pebble in _NAMES.items():
@@ -19,5 +19,5 @@ def _renamed(row: Row) -> Row:
 
 ROWS = tuple(_renamed(row) for row in LLAMA_ROWS)
 FAMILY = Family(
-    "pebble", ("PebbleForCausalLM",), "pebble", ROWS, words=decoder_words(positions=2048), fixed=LLAMA_LIKE, only=SILU
+    "pebble", ("PebbleForCausalLM",), "pebble", ROWS, keys=decoder_keys(positions=2048), fixed=LLAMA_LIKE, only=SILU
 )

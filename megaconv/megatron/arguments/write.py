@@ -46,7 +46,7 @@ def to_arguments(
 ) -> dict[str, Any]:
     """All arguments by name; dtypes as names. legacy: for the models before core.
 
-    Raises NotExpressible for what Megatron has no words for.
+    Raises NotExpressible for what Megatron doesn't support.
     """
     if config.attention.o_bias != config.mlp.bias or (config.attention.o_bias and not config.attention.qkv_bias):
         raise NotExpressible(

@@ -1,9 +1,9 @@
-"""A config.json as data: which of its keys tell which fields of a model's description, read and written by one declaration.
+"""A config.json as data: which of its keys give which fields of a model's description, read and written by one declaration.
 
     size("num_hidden_layers", "layers.count")
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=False)
 
-What such declarations can't tell, a model mustn't have: `write_words` reads back what it wrote, and refuses by name every
+What such declarations can't represent, a model mustn't have: `write_keys` reads back what it wrote, and refuses, naming it, every
 field that came back otherwise. So nothing that a model computes is ever dropped because somebody forgot to list it.
 """
 
@@ -72,10 +72,10 @@ OFF: Raw = {"is_encoder_decoder": False, "add_cross_attention": False}
 
 
 @dataclass(frozen=True)
-class Words:
-    """Keys that belong together, and the fields that they tell."""
+class Keys:
+    """Keys of a config.json that belong together, and the fields that they give."""
 
-    keys: tuple[str, ...]
+    names: tuple[str, ...]
     read: Callable[[Raw], Fields]
     """Fields by dotted name. Raises CorruptCheckpoint for values that can't be, NotExpressible for those that aren't known."""
     write: Callable[[ModelConfig], Raw]
@@ -99,14 +99,14 @@ def need_number(raw: Raw, key: str, default: float) -> float:
     return float(value)
 
 
-def size(key: str, field: str, default: int | None = None) -> Words:
+def size(key: str, field: str, default: int | None = None) -> Keys:
     """A positive number; default: what a missing key means, None where there has to be one."""
-    return Words(
+    return Keys(
         (key,), lambda raw: {field: need_size(raw, key, default)}, lambda config: {key: value_of(config, field)}
     )
 
 
-def count(key: str, field: str, default: int = 0) -> Words:
+def count(key: str, field: str, default: int = 0) -> Keys:
     """A number that may be 0, which null means too."""
 
     def read(raw: Raw) -> Fields:
@@ -115,53 +115,53 @@ def count(key: str, field: str, default: int = 0) -> Words:
             raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r}")
         return {field: value or 0}
 
-    return Words((key,), read, lambda config: {key: value_of(config, field)})
+    return Keys((key,), read, lambda config: {key: value_of(config, field)})
 
 
-def number(key: str, field: str, default: float) -> Words:
-    return Words(
+def number(key: str, field: str, default: float) -> Keys:
+    return Keys(
         (key,), lambda raw: {field: need_number(raw, key, default)}, lambda config: {key: value_of(config, field)}
     )
 
 
-def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Words:
+def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
     """One yes or no for several fields."""
-    return Words(
+    return Keys(
         (key,),
         lambda raw: dict.fromkeys(fields, bool(raw.get(key, default))),
         lambda config: {key: value_of(config, fields[0])},
     )
 
 
-def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Words:
-    """A word for each value of a field; the first of several for one value is written."""
+def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Keys:
+    """A string for each value of a field; the first of several for one value is written."""
 
     def read(raw: Raw) -> Fields:
         word = raw.get(key, default)
         if word not in values:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {word!r} is not known in this architecture; expected {' or '.join(values)}"
+                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; expected {' or '.join(values)}"
             )
         return {field: values[word]}
 
     def write(config: ModelConfig) -> Raw:
-        words = [word for word, value in values.items() if value == value_of(config, field)]
-        if not words:
+        named = [word for word, value in values.items() if value == value_of(config, field)]
+        if not named:
             raise NotExpressible(
                 f"the model's {field} is {value_of(config, field)}, which {key} of this architecture's {CONFIG_NAME} "
-                f"can't say: it knows {' and '.join(map(str, dict.fromkeys(values.values())))}"
+                f"can't represent: it has {' and '.join(map(str, dict.fromkeys(values.values())))}"
             )
-        return {key: words[0]}
+        return {key: named[0]}
 
-    return Words((key,), read, write)
+    return Keys((key,), read, write)
 
 
-def follows(field: str, rule: Callable[[Raw], Any]) -> Words:
+def follows(field: str, rule: Callable[[Raw], Any]) -> Keys:
     """A field that other keys decide, and no key of its own."""
-    return Words((), lambda raw: {field: rule(raw)}, lambda config: {})
+    return Keys((), lambda raw: {field: rule(raw)}, lambda config: {})
 
 
-def read_words(family: str, words: Sequence[Words], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:
+def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:
     """The model that a config.json describes.
 
     fixed: fields that every model of the family has. only: keys that compute something, with the one value that is known.
@@ -169,23 +169,23 @@ def read_words(family: str, words: Sequence[Words], fixed: Fields, only: Raw, ra
     for key, value in {**OFF, **only}.items():
         if raw.get(key, value) != value:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {raw[key]!r} is not known in this architecture, only {value!r} is"
+                f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
             )
-    told: dict[str, Any] = dict(fixed)
-    for each in words:
-        told |= each.read(raw)
-    return from_fields(family, told, dict(raw))
+    fields: dict[str, Any] = dict(fixed)
+    for each in keys:
+        fields |= each.read(raw)
+    return from_fields(family, fields, dict(raw))
 
 
-def write_words(
-    words: Sequence[Words], fixed: Fields, only: Raw, config: ModelConfig, architecture: str, model_type: str
+def write_keys(
+    keys: Sequence[Keys], fixed: Fields, only: Raw, config: ModelConfig, architecture: str, model_type: str
 ) -> dict[str, Any]:
     """A config.json. Raises NotExpressible, naming it, for a field that the architecture doesn't keep."""
     written: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, **only}
-    for each in words:
+    for each in keys:
         written |= each.write(config)
     try:
-        back = read_words(config.family, words, fixed, only, written)
+        back = read_keys(config.family, keys, fixed, only, written)
     except (CorruptCheckpoint, UnknownFamily) as error:
         raise NotExpressible(f"the model can't be represented as {architecture}: {error}") from error
     require_kept(config, back, f"{architecture}'s {CONFIG_NAME}")

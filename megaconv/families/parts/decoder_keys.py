@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.parts.words import CONFIG_NAME, Fields, Raw, Words, choice, need_number, need_size, number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_number, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 
@@ -31,7 +31,7 @@ Tokens = tuple[int | None, int | None, int | None]
 """Ids of bos, eos and pad."""
 
 
-def model_words(*, tied: bool, tokens: Tokens) -> tuple[Words, ...]:
+def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
     """What all architectures say with the same keys; tied: whether the head is, where the key is missing."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -47,13 +47,13 @@ def model_words(*, tied: bool, tokens: Tokens) -> tuple[Words, ...]:
 
     return (
         size("vocab_size", "vocab"),
-        Words(
+        Keys(
             ("tie_word_embeddings",),
             lambda raw: {"tie_embeddings": bool(raw.get("tie_word_embeddings", tied))},
             lambda config: {"tie_word_embeddings": config.tie_embeddings},
         ),
-        Words(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),
-        Words(names, read, write),
+        Keys(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),
+        Keys(names, read, write),
     )
 
 
@@ -61,13 +61,13 @@ def _read_dtype(raw: Raw) -> Fields:
     return {"dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")}
 
 
-def heads(kv_heads: int | None, head_dim: int | None) -> Words:
-    """Grouped queries; the numbers as in decoder_words."""
+def heads(kv_heads: int | None, head_dim: int | None) -> Keys:
+    """Grouped queries; the numbers as in decoder_keys."""
 
     def read(raw: Raw) -> Fields:
         hidden, count = need_size(raw, "hidden_size"), need_size(raw, "num_attention_heads")
-        said = {"num_key_value_heads": kv_heads, **raw}
-        groups = count if said["num_key_value_heads"] is None else need_size(said, "num_key_value_heads")
+        given = {"num_key_value_heads": kv_heads, **raw}
+        groups = count if given["num_key_value_heads"] is None else need_size(given, "num_key_value_heads")
         if count % groups:
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: num_key_value_heads {groups} doesn't divide num_attention_heads {count}"
@@ -79,7 +79,7 @@ def heads(kv_heads: int | None, head_dim: int | None) -> Words:
         found = config.attention
         return {"num_attention_heads": found.heads, "num_key_value_heads": found.kv_heads, "head_dim": found.head_dim}
 
-    return Words(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
+    return Keys(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
 
 
 # Rope.
@@ -88,8 +88,8 @@ _PERCENT = "partial_rotary_factor"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
-def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Words:
-    """Base and scaling. theta, scaling: of a config.json that doesn't speak of them."""
+def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
+    """Base and scaling. theta, scaling: of a config.json that doesn't mention them."""
 
     def read(raw: Raw) -> Fields:
         silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
@@ -101,12 +101,12 @@ def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Words:
         plain = None if scaling is None else {"rope_type": "default"}
         return {"rope_theta": config.positions.theta, "rope_scaling": dict(found) if found else plain}
 
-    return Words(_ROPE_KEYS, read, write)
+    return Keys(_ROPE_KEYS, read, write)
 
 
-def partial_rotation(default: float) -> Words:
+def partial_rotation(default: float) -> Keys:
     """The part of each head that rotates; default: where the key is missing."""
-    return Words(
+    return Keys(
         (_PERCENT,),
         lambda raw: {"positions.rotary_percent": rotary_percent(raw, default)},
         lambda config: {_PERCENT: config.positions.rotary_percent},
@@ -115,11 +115,13 @@ def partial_rotation(default: float) -> Words:
 
 def _whole_heads(raw: Raw) -> Fields:
     if rotary_percent(raw, 1.0) != 1.0:
-        raise NotExpressible(f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not known in this architecture")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not supported in this architecture"
+        )
     return {}
 
 
-WHOLE_HEADS = Words((_PERCENT,), _whole_heads, lambda config: {})
+WHOLE_HEADS = Keys((_PERCENT,), _whole_heads, lambda config: {})
 """Of architectures whose heads rotate whole."""
 
 
@@ -152,9 +154,9 @@ def _read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | 
 # Windows.
 
 
-def window(default: int | None) -> Words:
+def window(default: int | None) -> Keys:
     """One for all layers, or none."""
-    return Words(
+    return Keys(
         ("sliding_window",),
         lambda raw: {"layers.window": raw.get("sliding_window", default) or None},
         lambda config: {"sliding_window": config.window},
@@ -162,7 +164,7 @@ def window(default: int | None) -> Words:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """transformers' word for each layer's attention."""
+    """transformers' name of each layer's attention."""
     return ["full_attention" if kind.window is None else "sliding_attention" for kind in config.layers]
 
 
@@ -171,7 +173,7 @@ def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
     layers, kinds = need_size(raw, "num_hidden_layers"), raw.get("layer_types") or otherwise
     others = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
     if others:
-        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which is not known in this architecture")
+        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which this architecture doesn't support")
     if len(kinds) != layers:
         raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {len(kinds)} layers, the model has {layers}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -186,19 +188,19 @@ GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "s
 """Two names for one activation."""
 
 PLAIN = "rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
-"""What tells a dense Llama-like decoder from all others; what tells one from another comes on top."""
+"""What distinguishes a dense Llama-like decoder from all others; what distinguishes one from another comes on top."""
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 
 
-def body_words(
+def body_keys(
     *,
     positions: int,
     epsilon: float = 1e-6,
-    rotation: Words | None = None,
-    partial: Words = WHOLE_HEADS,
+    rotation: Keys | None = None,
+    partial: Keys = WHOLE_HEADS,
     tied: bool = False,
     tokens: Tokens = (None, None, None),
-) -> tuple[Words, ...]:
+) -> tuple[Keys, ...]:
     """What every Llama-like architecture says, but for attention's heads and its activation.
 
     Numbers are transformers' own defaults for keys that may be left out: max_position_embeddings, rms_norm_eps, rope
@@ -212,23 +214,21 @@ def body_words(
         number("rms_norm_eps", "norm.epsilon", epsilon),
         rotation or rope(10000.0),
         partial,
-        *model_words(tied=tied, tokens=tokens),
+        *model_keys(tied=tied, tokens=tokens),
     )
 
 
-def decoder_words(
+def decoder_keys(
     *,
     positions: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     epsilon: float = 1e-6,
-    rotation: Words | None = None,
-    partial: Words = WHOLE_HEADS,
+    rotation: Keys | None = None,
+    partial: Keys = WHOLE_HEADS,
     tied: bool = False,
     tokens: Tokens = (None, None, None),
-) -> tuple[Words, ...]:
+) -> tuple[Keys, ...]:
     """The same with grouped queries: num_key_value_heads (None: as many as heads), head_dim (None: hidden_size over heads)."""
-    body = body_words(
-        positions=positions, epsilon=epsilon, rotation=rotation, partial=partial, tied=tied, tokens=tokens
-    )
+    body = body_keys(positions=positions, epsilon=epsilon, rotation=rotation, partial=partial, tied=tied, tokens=tokens)
     return (*body, heads(kv_heads, head_dim))
