@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families, read_config
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.fields import lost_fields
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF

@@ -6,7 +6,7 @@ from typing import Any
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import CheckpointError
 from megaconv.families import read_config
-from megaconv.families.parts.words import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.options import LoadOptions, SaveOptions
 
