@@ -214,6 +214,8 @@ class FileTensor:
             if whole is not out:
                 np.copyto(out, whole)
             return
+        if self.check is not None:
+            self.check.touch()
         for row in range(box.rows):
             self.file.read_into(start + row * cols * itemsize, out[row])
 

@@ -131,33 +131,41 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
     assert value["a"].check is None or read_tensor(value["a"]).tobytes() == torch.ones(3).numpy().tobytes()
 
 
-def test_what_nobody_needed_is_read_at_the_end_where_it_is_the_smaller_part(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("box", "found"),
+    [(Box(0, 40, 0, 32), True), (Box(3, 5, 0, 32), True), (Box(0, 64, 3, 5), True), (None, False)],
+    ids=["most", "little", "columns", "nothing"],
+)
+def test_the_rest_of_what_was_read_in_part_is_read_at_the_end(
+    box: Box | None, found: bool, saved: Path, tmp_path: Path
+) -> None:
     intact = torch_zip.read(saved)
     assert isinstance(intact, dict)
     content = bytearray(saved.read_bytes())
     content[intact["a"].offset] ^= 1
     (tmp_path / "x.pt").write_bytes(content)
-    for rows, found in ((40, True), (20, False)):
-        opened = OpenedFiles()
-        with opened:
-            value = torch_zip.read(tmp_path / "x.pt")
-        assert isinstance(value, dict)
-        value["a"].read_into(Box(0, rows, 0, 32), np.empty((rows, 128), np.uint8))
-        if found:
-            with pytest.raises(CorruptCheckpoint, match="checksum"):
-                opened.finish_checks()
-        else:
+    opened = OpenedFiles()
+    with opened:
+        value = torch_zip.read(tmp_path / "x.pt")
+    assert isinstance(value, dict)
+    if box is not None:
+        value["a"].read_into(box, np.empty((box.rows, box.cols * 4), np.uint8))
+    if found:
+        with pytest.raises(CorruptCheckpoint, match="checksum"):
             opened.finish_checks()
+    else:
+        opened.finish_checks()
 
 
-def test_a_damaged_vocabulary_that_is_padded_is_not_converted(tmp_path: Path) -> None:
-    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=131), tmp_path / "core", saver="core")
+@pytest.mark.parametrize("vocab", [131, 17], ids=["hardly padded", "mostly padding"])
+def test_a_damaged_vocabulary_that_is_padded_is_not_converted(vocab: int, tmp_path: Path) -> None:
+    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=vocab), tmp_path / "core", saver="core")
     (tmp_path / "core" / "megaconv.json").unlink()
     (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
     state = torch_zip.read(file)
     assert isinstance(state, dict)
     embedding = state["model"]["embedding.word_embeddings.weight"]
-    assert embedding.shape[0] > 131
+    assert embedding.shape[0] > vocab
     content = bytearray(file.read_bytes())
     content[embedding.offset] ^= 1
     file.write_bytes(content)

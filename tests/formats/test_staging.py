@@ -368,3 +368,14 @@ def test_too_little_space_is_told_with_both_numbers(target: Path) -> None:
     Staging(target).require_space(1)
     with pytest.raises(NotEnoughSpace, match=r"1,000,000,000,000,000,000 bytes are needed, .* has [\d,]+ free"):
         Staging(target / "not" / "there").require_space(10**18)
+
+
+def test_a_journal_whose_first_line_occurs_again_is_not_believed(target: Path) -> None:
+    output, _ = begin(target)
+    output.record([{"tensor": 1}])
+    output.keep()
+    journal = partial(target) / "journal.jsonl"
+    first, *rest = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(first + first + b"".join(rest))
+    _, entries = begin(target, resume=True)
+    assert entries == []
