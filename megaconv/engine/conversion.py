@@ -257,9 +257,7 @@ def _convert(
     try:
         with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
-        if ranks.size == 1:  # several ranks may each have read but a part
-            opened.finish_checks()
-        opened.require_unchanged()
+        opened.require_as_stored(whole=ranks.size == 1)  # several ranks may each have read but a part
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits
         fingerprint = combine(_gather(ranks, shares, digests))
@@ -393,5 +391,9 @@ def fingerprint(
     loader: str | None = None,
 ) -> Fingerprint:
     """The fingerprint of any checkpoint; reads all of it. loader: None: the one that recognises it."""
-    _, source = open_source(path, loader, options)
-    return fingerprint_source(source, workers or default_workers(writing=False), advance)
+    opened = OpenedFiles()
+    with opened:
+        _, source = open_source(path, loader, options)
+        found = fingerprint_source(source, workers or default_workers(writing=False), advance)
+    opened.require_as_stored()
+    return found

@@ -152,9 +152,9 @@ def test_the_rest_of_what_was_read_in_part_is_read_at_the_end(
         value["a"].read_into(box, np.empty((box.rows, box.cols * 4), np.uint8))
     if found:
         with pytest.raises(CorruptCheckpoint, match="checksum"):
-            opened.finish_checks()
+            opened.require_as_stored()
     else:
-        opened.finish_checks()
+        opened.require_as_stored()
 
 
 @pytest.mark.parametrize("vocab", [131, 17], ids=["hardly padded", "mostly padding"])
@@ -172,3 +172,17 @@ def test_a_damaged_vocabulary_that_is_padded_is_not_converted(vocab: int, tmp_pa
     with pytest.raises(CorruptCheckpoint, match="checksum"):
         megaconv.convert(tmp_path / "core", tmp_path / "out", saver="hf")
     assert not (tmp_path / "out").exists()
+
+
+def test_damaged_padding_is_found_by_verify_and_fingerprint(tmp_path: Path) -> None:
+    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=17), tmp_path / "core", saver="core")
+    (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
+    state = torch_zip.read(file)
+    assert isinstance(state, dict)
+    embedding = state["model"]["embedding.word_embeddings.weight"]
+    content = bytearray(file.read_bytes())
+    content[embedding.offset + embedding.shape[1] * 2 * 100] ^= 1  # of row 100, behind the vocabulary
+    file.write_bytes(content)
+    for command in (megaconv.verify, megaconv.fingerprint):
+        with pytest.raises(CorruptCheckpoint, match="checksum"):
+            command(tmp_path / "core")
