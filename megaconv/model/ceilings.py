@@ -24,6 +24,8 @@ POSITIONS = 1 << 40
 """Published models have up to ten million."""
 RANKS = 65_536
 """Along one kind of parallelism: the largest runs have some ten thousand devices in all."""
+ITERATION = 10**12
+"""The longest runs have some ten million."""
 
 _FIELDS = {
     "layers.count": LAYERS, "encoder.layers": LAYERS, "mtp_layers": LAYERS, "experts.count": EXPERTS,

@@ -37,7 +37,7 @@ from megaconv.megatron.optimizer.source import (
 )
 from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
-from megaconv.model.ceilings import VOCABULARY
+from megaconv.model.ceilings import ITERATION, VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
@@ -227,6 +227,8 @@ def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: i
 def _training(source: RankSource) -> TrainingState:
     listing, args = source.listing, source.args
     iteration = source.state.get("iteration", listing.iteration)
+    if isinstance(iteration, int) and not 0 <= iteration <= ITERATION:
+        raise CorruptCheckpoint(f"{listing.directory}: its iteration should be from 0 to {ITERATION:,}")
     operations = source.state.get("num_floating_point_operations_so_far", 0)
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
