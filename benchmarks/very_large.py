@@ -5,7 +5,7 @@
 Makes each model as sparse files, which hold headers and no weights and take next to no room: as Hugging Face's safetensors,
 as `torch_dist`, and as rank files. Then runs whole cold processes that read no weight: `inspect`, a layout that can't be
 sharded, and dry runs. Reports the medians of their seconds and processor seconds, and the most memory that any took (its
-peak resident set).
+peak resident set, sampled).
 """
 
 import argparse
@@ -15,9 +15,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,10 +149,22 @@ def measure(arguments: list[str]) -> Measured:
     process = subprocess.Popen(
         [sys.executable, "-m", "megaconv", *arguments], stdout=subprocess.DEVNULL, env=environment
     )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = time.perf_counter() - started
-    return Measured(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000, process.returncode)
+    ended: list[tuple[float, int, Any]] = []
+
+    def wait() -> None:
+        _, status, usage = os.wait4(process.pid, 0)
+        ended.append((time.perf_counter() - started, os.waitstatus_to_exitcode(status), usage))
+
+    waiting, peak = threading.Thread(target=wait), 0
+    waiting.start()
+    # What the system itself says at the end (ru_maxrss) counts the process that started this one, too.
+    while waiting.is_alive():
+        with suppress(OSError):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")))
+        waiting.join(0.02)
+    [(seconds, process.returncode, usage)] = ended
+    return Measured(seconds, usage.ru_utime + usage.ru_stime, peak / 1000, process.returncode)
 
 
 def commands(made: Mapping[str, Path], model: Model) -> dict[str, list[str]]:

@@ -1,6 +1,6 @@
 """How large what a file says may be, before anything of that size is read or made: one table, each with its reason.
 
-Sizes in bytes unless said otherwise. A hostile file of a few megabytes is refused within seconds and
+Sizes in bytes unless stated otherwise. A hostile file of a few megabytes is refused within seconds and
 500 MB, whatever is in it, and a larger pickle takes no more than 60 times its size; numbers that
 describe a model have their table in megaconv/model/ceilings.py.
 """

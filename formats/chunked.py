@@ -1,6 +1,6 @@
 """Tensors of any number of axes that are stored as chunks: rectangles with an offset, each somewhere else on the disk.
 
-A stacked tensor [layers, experts, rows, cols] comes apart along its first axis (`unstack`) into tensors that read nothing
+A stacked tensor [layers, experts, rows, cols] can be split along its first axis (`unstack`) into tensors that read nothing
 but their own bytes. Chunks may be irregular, come in any order and hold no element at all; together they cover the
 tensor exactly once.
 """
@@ -44,21 +44,22 @@ class Rectangle(NamedTuple):
     """A chunk, or a plane of it, in the matrix that the tensor is seen as; row and col: of its first element in the chunk's
     own matrix.
 
-    turned: the tensor is a vector, one column; the stored chunk has more axes, and there it is a row.
+    transposed: the tensor is a vector, one column; the stored chunk has more axes, and there it is a row.
     """
 
     box: Box
     row: int
     col: int
-    turned: bool
+    transposed: bool
     stored: Stored
 
     def read_into(self, wanted: Box, out: Bytes) -> None:
         """wanted: inside box."""
         row, col = self.row + wanted.row0 - self.box.row0, self.col + wanted.col0 - self.box.col0
-        if not self.turned:
+        if not self.transposed:
             self.stored.tensor().read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
             return
+        # Our column is a part of one row there: read it as a row, whose elements then lie in the order that a column wants.
         first = self.col + wanted.row0 - self.box.row0
         line = np.empty((1, out.size), np.uint8)
         self.stored.tensor().read_into(Box(self.row, self.row + 1, first, first + wanted.rows), line)
@@ -93,39 +94,44 @@ class ChunkedTensor:
             self._tallest = max((part.box.rows for part in found), default=0)
             self._starts = [part.box.row0 for part in found]
             self._rectangles = found  # last: other threads look at it first
+        # Sorted by first row: what begins further up than the tallest one reaches ends before the box.
         first = bisect_right(self._starts, box.row0 - self._tallest)
         return self._rectangles[first : bisect_right(self._starts, box.row1 - 1)]
 
     def _planes(self) -> Iterator[Rectangle]:
-        rows_before = self.shape[-2] if len(self.shape) > 1 else 1
+        """A chunk's last two axes are a rectangle of the matrix, its plane; there is one for each index of the axes before."""
+        plane_rows = self.shape[-2] if len(self.shape) > 1 else 1
         for chunk in self.chunks:
             if not prod(chunk.shape):
                 continue
             rows, cols = matrix_shape(chunk.shape[-2:])
-            turned = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
+            transposed = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
             for index in product(*map(range, chunk.shape[:-2])):
-                place = tuple(o + i for o, i in zip(chunk.offset, index, strict=False))
-                row0 = _ravel(place, self.shape) * rows_before + (chunk.offset[-2] if len(chunk.offset) > 1 else 0)
-                col0 = chunk.offset[-1] if len(chunk.offset) > 1 else 0
-                if len(chunk.shape) == 1:
+                # Its place in the tensor's matrix: below all earlier planes, and as far down and right as the chunk begins.
+                plane = tuple(begin + at for begin, at in zip(chunk.offset, index, strict=False))
+                row0, col0 = _ravel(plane, self.shape) * plane_rows, 0
+                if len(chunk.shape) > 1:
+                    row0, col0 = row0 + chunk.offset[-2], chunk.offset[-1]
+                elif len(chunk.shape) == 1:
                     row0 = chunk.offset[0]
+                # Its place in the chunk as stored, which has the axes that `unstack` took off besides.
                 stored = (*chunk.fixed, *index, *(0,) * min(2, len(chunk.shape)))
                 before, col = (stored[:-1], stored[-1]) if len(stored) > 1 else (stored, 0)
                 row = _ravel(before, chunk.stored_shape)
-                yield Rectangle(Box(row0, row0 + rows, col0, col0 + cols), row, col, turned, chunk.stored)
+                yield Rectangle(Box(row0, row0 + rows, col0, col0 + cols), row, col, transposed, chunk.stored)
 
     def unstack(self) -> "list[ChunkedTensor]":
         """The tensors along the first axis. Raises CorruptCheckpoint for a scalar."""
         if not self.shape:
-            raise CorruptCheckpoint("a single number can't be taken apart")
-        apart: list[list[Chunk]] = [[] for _ in range(self.shape[0])]
+            raise CorruptCheckpoint("a scalar can't be unstacked")
+        slices: list[list[Chunk]] = [[] for _ in range(self.shape[0])]
         for chunk in self.chunks:
             for index in range(chunk.shape[0]):
                 inner = chunk._replace(
                     offset=chunk.offset[1:], shape=chunk.shape[1:], fixed=(*chunk.fixed, index)
                 )  # fmt: skip
-                apart[chunk.offset[0] + index].append(inner)
-        return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in apart]
+                slices[chunk.offset[0] + index].append(inner)
+        return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in slices]
 
 
 def joined(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
@@ -165,7 +171,7 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
 
 
 def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether all chunks are of one shape and fill a regular grid: the common case, told quickly."""
+    """Whether all chunks are of one shape and fill a regular grid: the common case, found quickly."""
     if not boxes:
         return not prod(shape)
     step: Shape = boxes[0][1]
@@ -184,6 +190,7 @@ def _disjoint(boxes: Sequence[tuple[Shape, Shape]], axis: int) -> bool:
         return True
     if axis == len(boxes[0][0]):
         return False
+    # Slabs begin where some rectangle begins. Two that overlap share the slab in which the later one begins.
     edges = sorted({offset[axis] for offset, _ in boxes})
     slabs: list[list[tuple[Shape, Shape]]] = [[] for _ in edges]
     for box in boxes:

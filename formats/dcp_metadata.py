@@ -40,7 +40,7 @@ class Range(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and the range that holds it in an envelope of its own."""
+    """A rectangle of a tensor, and the range that holds it in a torch zip archive of its own."""
 
     offset: Shape
     shape: Shape
@@ -77,7 +77,9 @@ def read(path: Path) -> DcpMetadata:
         return _parse(path, _attributes(top))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"({type(error).__name__}: {error})"
-        raise CorruptCheckpoint(f"{path}: is no metadata of a distributed checkpoint {what}; save it again") from error
+        raise CorruptCheckpoint(
+            f"{path}: is not the metadata of a distributed checkpoint {what}; save it again"
+        ) from error
 
 
 def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
@@ -88,7 +90,7 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
     tensors, objects = {}, {}
     for name, entry in state["state_dict_metadata"].items():
         if not isinstance(name, str):
-            raise ValueError(f"{name!r} is no name of a tensor")
+            raise ValueError(f"{name!r} is not the name of a tensor")
         if entry.name == "TensorStorageMetadata":
             tensors[name] = _tensor(path, name, entry.state, places)
         elif (name, None) in places:
@@ -138,7 +140,7 @@ def _tensor(
 
 def _shape(value: object) -> Shape:
     if not isinstance(value, tuple):
-        raise ValueError(f"{value!r:.80} is no shape")
+        raise ValueError(f"{value!r:.80} is not a shape")
     return as_shape(value)
 
 

@@ -1,6 +1,6 @@
-"""The files of a distributed checkpoint, planned: chunks and objects in envelopes, shared out evenly, and `.metadata`.
+"""The files of a distributed checkpoint, planned: torch zip archives, one for each chunk and object, and `.metadata`.
 
-    __0_0.distcp      envelope · envelope · envelope ...
+    __0_0.distcp      archive · archive · archive ...
     __1_0.distcp      each what torch.save makes of a tensor, or of an object
 
 Large clusters read a checkpoint the faster the more files of about one size it has.
@@ -17,9 +17,9 @@ from formats.torch_zip import TorchZipLayout
 
 
 class DistcpLayout:
-    """A file of envelopes (a formats.output.FileLayout).
+    """A file of zip archives (a formats.output.FileLayout).
 
-    Envelopes of one shape and dtype are the same bytes but for the tensor and its checksum, so that they share a plan.
+    Archives of one shape and dtype are the same bytes but for the tensor and its checksum, so that they share a plan.
     """
 
     needs_checksums = True
@@ -27,20 +27,20 @@ class DistcpLayout:
     def __init__(self) -> None:
         self.size = 0
         self.records: dict[str, Record] = {}
-        self._envelopes: list[tuple[int, TorchZipLayout, str]] = []
+        self._archives: list[tuple[int, TorchZipLayout, str]] = []
 
-    def add(self, key: str, envelope: TorchZipLayout) -> tuple[int, int]:
-        """Append; returns (offset, bytes) of the envelope. key: of the tensor's record, if there is a tensor."""
+    def add(self, key: str, archive: TorchZipLayout) -> tuple[int, int]:
+        """Append; returns (offset, bytes) of the archive. key: of the tensor's record, if there is a tensor."""
         offset = self.size
-        self._envelopes.append((offset, envelope, key))
-        for inner in envelope.records.values():
+        self._archives.append((offset, archive, key))
+        for inner in archive.records.values():
             self.records[key] = Record(offset + inner.offset, inner.nbytes)
-        self.size += envelope.size
-        return offset, envelope.size
+        self.size += archive.size
+        return offset, archive.size
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        for start, envelope, key in self._envelopes:
-            for offset, data in envelope.frame(dict.fromkeys(envelope.records, checksums.get(key, 0))):
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        for start, archive, key in self._archives:
+            for offset, data in archive.headers(dict.fromkeys(archive.records, checksums.get(key, 0))):
                 yield start + offset, data
 
 
@@ -49,7 +49,7 @@ class DistcpFiles:
 
     def __init__(self, count: int) -> None:
         self._layouts = [DistcpLayout() for _ in range(count)]
-        self._envelopes: dict[tuple[Shape, str], TorchZipLayout] = {}
+        self._archives: dict[tuple[Shape, str], TorchZipLayout] = {}
         self._chunks: dict[str, list[StoredChunk]] = {}
         self._tensors: dict[str, tuple[Shape, str]] = {}
         self._objects: dict[str, Range] = {}
@@ -58,9 +58,9 @@ class DistcpFiles:
     def add_chunk(self, key: str, whole: Shape, dtype: str, offset: Shape, shape: Shape) -> tuple[str, str]:
         """(file, record) of one chunk of the tensor `key`, which is of shape `whole`."""
         record, kind = f"{key}/{'.'.join(map(str, offset))}", (shape, dtype)
-        if kind not in self._envelopes:
-            self._envelopes[kind] = torch_zip.plan(Placeholder("tensor", shape, dtype), "archive")
-        place = self._place(record, self._envelopes[kind])
+        if kind not in self._archives:
+            self._archives[kind] = torch_zip.plan(Placeholder("tensor", shape, dtype), "archive")
+        place = self._place(record, self._archives[kind])
         self._tensors[key] = whole, dtype
         self._chunks.setdefault(key, []).append(StoredChunk(offset, shape, place))
         return place.file, record
@@ -73,9 +73,9 @@ class DistcpFiles:
         self._nothing = self._nothing or torch_zip.plan(value, "archive")  # most are, and there are many
         self._objects[name] = self._place(name, self._nothing)
 
-    def _place(self, record: str, envelope: TorchZipLayout) -> Range:
+    def _place(self, record: str, archive: TorchZipLayout) -> Range:
         number = min(range(len(self._layouts)), key=lambda index: self._layouts[index].size)
-        return Range(f"__{number}_0.distcp", *self._layouts[number].add(record, envelope))
+        return Range(f"__{number}_0.distcp", *self._layouts[number].add(record, archive))
 
     def layouts(self, *, nested_keys: bool) -> dict[str, FileLayout]:
         """By file name; none is empty. nested_keys: as for formats.dcp_metadata.write."""

@@ -30,12 +30,12 @@ class Readable(Protocol):
 class EntryCheck:
     """Of one entry. Stretches that overlap others are left out: then the entry may never count as read whole."""
 
-    __slots__ = ("_crc", "_done", "_path", "_size", "_spans", "_start")
+    __slots__ = ("_crc", "_done", "_path", "_size", "_spans", "_start", "_touched")
 
     def __init__(self, path: Path, start: int, size: int, crc: int) -> None:
         """start: in the file."""
         self._path, self._start, self._size, self._crc = path, start, size, crc
-        self._done = False
+        self._done = self._touched = False
         self._spans: list[tuple[int, int, int]] = []
         """(first byte, end, CRC) of what was read, in order; no two touch each other."""
 
@@ -60,10 +60,13 @@ class EntryCheck:
                     "saved; copy the file again"
                 )
 
+    def touch(self) -> None:
+        """Bytes were read that lie too scattered to be added one by one."""
+        self._touched = True
+
     def finish(self, file: Readable) -> None:
-        """Read what nobody needed, as the padding of a vocabulary, where it is less than what was. Raises as add()."""
-        read = sum(end - start for start, end, _ in self._spans)
-        if self._done or 2 * read < self._size:
+        """Read what nobody needed of an entry that something was read of, as the padding of a vocabulary. Raises as add()."""
+        if self._done or not (self._spans or self._touched):
             return
         edges = [0, *(edge for start, end, _ in self._spans for edge in (start, end)), self._size]
         for start, end in zip(edges[::2], edges[1::2], strict=True):

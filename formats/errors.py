@@ -6,7 +6,7 @@ class CheckpointError(Exception):
 
     exit_status = 1
     code = "failed"
-    """What a script tells causes apart by; never changes. All are listed in megaconv/errors.py."""
+    """By which a script distinguishes causes; never changes. All are listed in megaconv/errors.py."""
 
     def __init__(self, message: str = "", *, code: str | None = None) -> None:
         """code: of a cause that a script would treat differently from what else this class is raised for."""

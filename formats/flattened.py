@@ -3,7 +3,7 @@
 Its buffers are vectors that hold one parameter after another (`narrowed`). Megatron core 0.9 to 0.15 also stored tensors
 flattened, shard by shard (`unflatten`):
 
-A tensor of shape (G0, G1) that was cut into f0 x f1 shards of shape (l0, l1) is stored as (f0, f1, l0 * l1): the last axis
+A tensor of shape (G0, G1) that was split into f0 x f1 shards of shape (l0, l1) is stored as (f0, f1, l0 * l1): the last axis
 runs through a shard's elements. Chunks are runs of them, as data-parallel ranks held them; the true shape stands in
 `.metadata` (mcore_data: formats.dcp_metadata.DcpMetadata.flattened).
 """
@@ -54,9 +54,12 @@ def _overlapping(vector: ChunkedTensor, start: int, stop: int, shape: Shape) -> 
 
 def unflatten(tensor: ChunkedTensor, shape: Shape) -> ChunkedTensor:
     """The tensor as it truly is. shape: its true one. Raises CorruptCheckpoint for one that can't have been flattened so."""
-    *cuts, elements = tensor.shape or (0,)
-    fits = len(cuts) == len(shape) and all(count and not size % count for count, size in zip(cuts, shape, strict=True))
-    local = tuple(size // count for size, count in zip(shape, cuts, strict=True)) if fits else ()
+    # (f0, f1, l0 * l1): the shards along each axis of the true shape, then the elements of one shard.
+    *shard_counts, elements = tensor.shape or (0,)
+    fits = len(shard_counts) == len(shape) and all(
+        count and not size % count for count, size in zip(shard_counts, shape, strict=True)
+    )
+    local = tuple(size // count for size, count in zip(shape, shard_counts, strict=True)) if fits else ()
     if not fits or prod(local) != elements:
         raise CorruptCheckpoint(f"a tensor {list(shape)} can't have been flattened into {list(tensor.shape)}")
     return ChunkedTensor(shape, tensor.dtype, list(_rectangles(tensor, local)))
@@ -66,6 +69,7 @@ def _rectangles(tensor: ChunkedTensor, local: Shape) -> Iterator[Chunk]:
     for chunk in tensor.chunks:
         if any(size != 1 for size in chunk.shape[:-1]):
             raise CorruptCheckpoint(f"a chunk {list(chunk.shape)} of a flattened tensor is of several shards")
+        # The chunk is a run of elements of one shard, whose place among the shards gives its corner.
         start = chunk.offset[-1]
         corner = [place * size for place, size in zip(chunk.offset, local, strict=False)]
         for place, shape, first in _parts(start, start + chunk.shape[-1], local):

@@ -72,13 +72,19 @@ class OpenedFiles:
     def note_checked(self, file: "Checked") -> None:
         self._checked.append(file)
 
-    def finish_checks(self) -> None:
-        """Compare the checksums of what was read of these files but for a rest. Raises CorruptCheckpoint."""
-        for file in self._checked:
-            for check in file.checks:
-                check.finish(file)
+    def require_as_stored(self, *, whole: bool = True) -> None:
+        """To be called when all that is needed was read.
 
-    def require_unchanged(self) -> None:
+        whole: compare the checksums of what was read but for a rest, too. Raises CorruptCheckpoint for a checksum that is
+        wrong, and for files that aren't as they were when they were opened.
+        """
+        if whole:
+            for file in self._checked:
+                for check in file.checks:
+                    check.finish(file)
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
         """Raises CorruptCheckpoint, naming the file, unless all are as they were."""
         for path, state in self._states.items():
             try:
@@ -96,7 +102,7 @@ class OpenedFiles:
                 raise CorruptCheckpoint(f"{path}: was {_change(state, now)} while it was read; {_AGAIN}")
 
 
-_AGAIN = "the output would be a mixture, and was not written. Run again when nobody writes to the source"
+_AGAIN = "what was read is a mixture of two states, and nothing was written. Run again when nobody writes to the source"
 _current: ContextVar[OpenedFiles | None] = ContextVar("opened_files", default=None)
 
 
@@ -119,7 +125,7 @@ def note_checked(file: Checked) -> None:
 
 
 @contextmanager
-def unnoted() -> Iterator[None]:
+def not_recorded() -> Iterator[None]:
     """A block for files that may change without making anything of what is read wrong."""
     token = _current.set(None)
     try:

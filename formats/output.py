@@ -24,10 +24,10 @@ class FileLayout(Protocol):
 
     @property
     def needs_checksums(self) -> bool:
-        """Whether frame() needs the CRC-32 of every record."""
+        """Whether headers() needs the CRC-32 of every record."""
         ...
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of everything in the file that is not a tensor: headers, directories, metadata.
 
         checksums: CRC-32 of each record, by key; empty when needs_checksums is False.
@@ -45,6 +45,6 @@ class PlainFile:
         self.content = content
         self.size = len(content)
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         if self.content:
             yield 0, self.content

@@ -108,7 +108,7 @@ def _check_tree(root: object, limit: int) -> None:
         if id(node) not in on_path:
             on_path.add(id(node))
             if len(on_path) > LIMIT_DEPTH:
-                raise MalformedError("containers within containers beyond all bounds")
+                raise MalformedError("containers are nested too deeply")
             if any(id(part) in on_path for part in inner):
                 raise MalformedError("a container that contains itself")
             path += inner
@@ -121,7 +121,7 @@ def _check_tree(root: object, limit: int) -> None:
         levels = 1 + max((levels for levels, _ in below), default=0)
         values = len(parts) + sum(values for _, values in below)
         if levels > LIMIT_DEPTH or values > limit:
-            raise MalformedError("containers within containers beyond all bounds")
+            raise MalformedError("containers are nested too deeply")
         sizes[id(node)] = levels, values
         on_path.discard(id(node))
 

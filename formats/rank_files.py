@@ -4,7 +4,7 @@
     <root>/iter_0000005/mp_rank_01_002/model_optim_rng.pt        (tensor rank 1, pipeline rank 2)
     <root>/iter_0000005/mp_rank_01_002_000/...                   (with an expert rank, where expert parallelism is used)
 
-With two numbers the second is a pipeline or an expert rank; only the contents tell which. Source: megatron/training
+With two numbers the second is a pipeline or an expert rank; only the contents show which. Source: megatron/training
 checkpointing.py of Megatron-LM.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from formats.ceilings import TRACKER_BYTES
 from formats.errors import CorruptCheckpoint
-from formats.opened import unnoted
+from formats.opened import not_recorded
 from formats.regular_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -59,7 +59,7 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        with unnoted():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
+        with not_recorded():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
             word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             # What it holds isn't repeated: it may be a link to a file that is nobody's business.
@@ -99,8 +99,8 @@ def read(version: Path) -> RankFiles:
         file = directory / MODEL_FILE
         if file.with_name(_OLD_MODEL_FILE).is_file():
             raise CorruptCheckpoint(
-                f"{file.with_name(_OLD_MODEL_FILE)}: a checkpoint of Megatron up to 23.04 with a distributed optimizer, which lies "
-                "apart for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
+                f"{file.with_name(_OLD_MODEL_FILE)}: a checkpoint of Megatron up to 23.04 with a distributed optimizer, which is "
+                "saved separately for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
             )
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one", code="missing-file")
@@ -111,7 +111,7 @@ def read(version: Path) -> RankFiles:
         files[numbers] = file
     if len({len(numbers) for numbers in files}) != 1:
         raise CorruptCheckpoint(
-            f"{version}: rank directories of different kinds lie side by side: {', '.join(f.parent.name for f in files.values())}"
+            f"{version}: rank directories of different kinds in one place: {', '.join(f.parent.name for f in files.values())}"
         )
     match = re.fullmatch(r"iter_(\d+)", version.name)
     return RankFiles(version, int(match[1]) if match else None, files)

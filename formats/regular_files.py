@@ -68,7 +68,7 @@ def _read(descriptor: int, ceiling: int) -> bytes:
 
 
 def read_json(path: Path, ceiling: int) -> Any:
-    """The value of a small JSON file. Raises CorruptCheckpoint for what is too large, or is no JSON."""
+    """The value of a small JSON file. Raises CorruptCheckpoint for what is too large, or is not JSON."""
     content = read_small(path, ceiling)
     try:
         return parse_json(content)
@@ -87,7 +87,7 @@ def parse_json(content: bytes, **hooks: Any) -> Any:
 
 def _size(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "not a regular file")
         raise CorruptCheckpoint(f"{path}: is {kind}, where a file should be")
     note(path, status)
     return status.st_size

@@ -41,8 +41,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     """What a file says in `__metadata__`. Raises CorruptCheckpoint for a header that can't be read."""
     file = InputFile.open(path)
     try:
-        said = _header(file)[0].get("__metadata__") or {}
-        return {str(name): str(text) for name, text in said.items()}
+        metadata = _header(file)[0].get("__metadata__") or {}
+        return {str(name): str(text) for name, text in metadata.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not a valid safetensors file ({error})") from error
 
@@ -53,7 +53,7 @@ def _header(file: InputFile) -> tuple[dict[str, Any], int]:
     if 8 + length > file.size:
         if file.read(0, min(file.size, 20)).startswith(b"version https://git"):
             raise ValueError("it is a Git LFS pointer; run `git lfs pull` to get the file itself")
-        raise ValueError(f"a header of {length} bytes was announced, the file has {file.size}; is it complete?")
+        raise ValueError(f"a header of {length} bytes is declared, the file has {file.size}; is it complete?")
     if length > HEADER_BYTES:
         raise ValueError(
             f"a header of {length:,} bytes; {HEADER_BYTES:,} are read, share the tensors out over more files"
@@ -72,7 +72,7 @@ def _parse(file: InputFile) -> dict[str, FileTensor]:
     )
     for (_, end), (begin, _) in pairwise([(start, start), *spans, (file.size, file.size)]):
         if end != begin:
-            raise ValueError(f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is cut off")
+            raise ValueError(f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is truncated")
     return tensors
 
 
@@ -89,7 +89,7 @@ def _tensor(file: InputFile, start: int, name: str, entry: Mapping[str, Any]) ->
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in the header twice")
+        raise ValueError("the header has a duplicate key")
     return found
 
 
@@ -129,7 +129,7 @@ class SafetensorsLayout:
         self.size = start + position
         self.records = {name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()}
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield 0, self._header
 
 

@@ -47,15 +47,15 @@ def read(directory: Path) -> dict[str, ChunkedTensor]:
 
 def _offsets(path: Path) -> dict[str, Shape]:
     try:
-        said = parse_json(safetensors.read_metadata(path)[_INFO].encode())
-        found = {name: as_shape(entry["saved_offsets"]) for name, entry in said.items()}
+        given = parse_json(safetensors.read_metadata(path)[_INFO].encode())
+        found = {name: as_shape(entry["saved_offsets"]) for name, entry in given.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: has no valid {_INFO} ({error}); save the checkpoint again") from error
     return found
 
 
 def _join(directory: Path, name: str, parts: list[tuple[Shape, FileTensor]]) -> ChunkedTensor:
-    """The tensor's own shape is nowhere said: it ends where its chunks do."""
+    """The tensor's own shape is given nowhere: it ends where its chunks do."""
     axes, dtypes = {len(tensor.shape) for _, tensor in parts}, {tensor.dtype for _, tensor in parts}
     if len(axes) > 1 or len(dtypes) > 1 or any({len(offset)} != axes for offset, _ in parts):
         raise CorruptCheckpoint(f"{directory}: the parts of {name} have different numbers of axes, or dtypes")

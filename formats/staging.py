@@ -178,7 +178,9 @@ class Staging:
 
     def _take_over(self, plan_id: str, resume: bool, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
         entries = self._journal.read() if resume else []
-        if not entries or entries[0].get("plan") != plan_id or not self._is_sound(sizes if len(entries) > 1 else {}):
+        again = any("plan" in entry for entry in entries[1:])  # then it is not as an earlier run left it
+        plan = entries[0].get("plan") if entries else None
+        if plan != plan_id or again or not self._is_sound(sizes if len(entries) > 1 else {}):
             entries = []
             if not self._member:
                 self._clear()

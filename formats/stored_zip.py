@@ -1,7 +1,7 @@
-"""Zip archives whose members are stored, not compressed: each is a range of the file. The container of torch files.
+"""Zip archives whose entries are stored, not compressed: each is a range of the file. The container of torch files.
 
-    per member:  local header (30 bytes) · name · extra fields · payload
-    at the end:  one directory entry per member (46 bytes · name · extra fields) · end of directory
+    per entry:   local header (30 bytes) · name · extra fields · payload
+    at the end:  one directory header per entry (46 bytes · name · extra fields) · end of directory
 
 Reading trusts nothing: the directory and the local headers must agree. Writing puts each payload where torch would, at
 a multiple of 64; the padding is an extra field, as in torch. What 32 bits can't hold stands in zip64 extra fields.
@@ -35,7 +35,7 @@ _ENCRYPTED = 0x1 | 0x40 | 0x2000
 _MIDNIGHT_1980 = 0, 0x21
 
 
-class Member(NamedTuple):
+class ZipEntry(NamedTuple):
     """offset: of the payload."""
 
     offset: int
@@ -70,13 +70,13 @@ class _Window(io.RawIOBase):
         return count
 
 
-def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -> dict[str, Member]:
-    """The members of an archive by name, folders left out. Offsets are the file's.
+def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -> dict[str, ZipEntry]:
+    """The entries of an archive by name, folders left out. Offsets are the file's.
 
-    start, nbytes: where in the file the archive lies; the whole file unless said.
+    start, nbytes: where in the file the archive lies; the whole file by default.
 
     Raises CorruptCheckpoint for what no writer of checkpoints makes: compression, encryption, names that occur twice or
-    lead out of the archive, members that overlap, a directory that contradicts the local headers.
+    lead out of the archive, entries that overlap, a directory that contradicts the local headers.
     """
     try:
         with ZipFile(_Window(file, start, file.size - start if nbytes is None else nbytes)) as archive:
@@ -86,21 +86,25 @@ def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -
             f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again",
             code="truncated-file",
         ) from error
-    members: dict[str, Member] = {}
+    entries: dict[str, ZipEntry] = {}
     for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):
-        member = _locate(file, info, start)
-        if member.offset + member.nbytes > end:
-            raise CorruptCheckpoint(f"{file.path}: the record {info.orig_filename!r} overlaps another; copy it again")
-        if info.orig_filename in members:
-            raise CorruptCheckpoint(f"{file.path}: has two records called {info.orig_filename!r}; it was tampered with")
-        members[info.orig_filename] = member
+        entry = _locate(file, info, start)
+        if entry.offset + entry.nbytes > end:
+            raise CorruptCheckpoint(
+                f"{file.path}: the zip entry {info.orig_filename!r} overlaps another; copy it again"
+            )
+        if info.orig_filename in entries:
+            raise CorruptCheckpoint(
+                f"{file.path}: has duplicate entries called {info.orig_filename!r}; it was tampered with"
+            )
+        entries[info.orig_filename] = entry
         end = start + info.header_offset
-    return {name: member for name, member in reversed(members.items()) if not name.endswith("/")}
+    return {name: entry for name, entry in reversed(entries.items()) if not name.endswith("/")}
 
 
-def _locate(file: InputFile, info: ZipInfo, start: int) -> Member:
-    """A member whose two descriptions agree. start: of the archive."""
-    name, what = info.orig_filename, f"{file.path}: the record {info.orig_filename!r}"
+def _locate(file: InputFile, info: ZipInfo, start: int) -> ZipEntry:
+    """An entry whose two descriptions agree. start: of the archive."""
+    name, what = info.orig_filename, f"{file.path}: the zip entry {info.orig_filename!r}"
     parts = name.removesuffix("/").split("/")
     drive = len(parts[0]) == 2 and parts[0].endswith(":")
     if drive or {"", ".", ".."} & set(parts) or set("\\\0") & set(name) or S_ISLNK(info.external_attr >> 16):
@@ -117,12 +121,12 @@ def _locate(file: InputFile, info: ZipInfo, start: int) -> Member:
     same_name = name_bytes == len(raw_name) and header[_LOCAL.size :] == raw_name
     if signature != b"PK\3\4" or not same_name or not described or method or flags & _ENCRYPTED:
         raise CorruptCheckpoint(f"{what} is described in two ways that differ; copy or save the file again")
-    return Member(place + _LOCAL.size + name_bytes + extra_bytes, info.file_size, info.CRC)
+    return ZipEntry(place + _LOCAL.size + name_bytes + extra_bytes, info.file_size, info.CRC)
 
 
 @dataclass(frozen=True)
-class PlannedMember:
-    """Where a member will lie. The header's room includes the padding: payloads and headers leave no gaps."""
+class PlannedEntry:
+    """Where an entry will lie. The header's room includes the padding: payloads and headers leave no gaps."""
 
     name: str
     header: int
@@ -130,52 +134,52 @@ class PlannedMember:
     nbytes: int
 
 
-def place(members: Iterable[tuple[str, int]]) -> Iterator[PlannedMember]:
-    """Places for members of the given (name, size), one after another, where torch places them.
+def place(entries: Iterable[tuple[str, int]]) -> Iterator[PlannedEntry]:
+    """Places for entries of the given (name, size), one after another, where torch places them.
 
     torch may compute offsets instead of reading them (for fake tensors, say), and counts a descriptor of 16 or 24 bytes
     after each payload. There is none here, since headers hold the checksums; its room pads the next header.
     """
     header = expected = 0
-    for name, nbytes in members:
+    for name, nbytes in entries:
         room = _LOCAL.size + len(name.encode()) + 4
         if max(expected, nbytes) >= _FULL:
             room += 4 + 16 * (nbytes >= _FULL) + 8 * (expected >= _FULL)
         payload = -(-(expected + room) // ALIGNMENT) * ALIGNMENT
-        yield PlannedMember(name, header, payload, nbytes)
+        yield PlannedEntry(name, header, payload, nbytes)
         header = payload + nbytes
         descriptor = 24 if max(expected, nbytes) >= _FULL else 16
         expected = header + descriptor * (nbytes > 0)
 
 
-def local_header(member: PlannedMember, crc: int) -> bytes:
-    """Everything from member.header to member.payload."""
-    name = member.name.encode()
-    large = member.nbytes >= _FULL
-    extra = _zip64(member.nbytes, member.nbytes) if large else b""
-    padding = member.payload - member.header - _LOCAL.size - len(name) - len(extra)
+def local_header(entry: PlannedEntry, crc: int) -> bytes:
+    """Everything from entry.header to entry.payload."""
+    name = entry.name.encode()
+    large = entry.nbytes >= _FULL
+    extra = _zip64(entry.nbytes, entry.nbytes) if large else b""
+    padding = entry.payload - entry.header - _LOCAL.size - len(name) - len(extra)
     extra += struct.pack("<2sH", b"FB", padding - 4).ljust(padding, b"Z")
-    size = min(member.nbytes, _FULL)
+    size = min(entry.nbytes, _FULL)
     fields = 45 if large else 20, _UTF8, 0, *_MIDNIGHT_1980, crc, size, size, len(name), len(extra)
     return _LOCAL.pack(b"PK\3\4", *fields) + name + extra
 
 
-def directory(members: Iterable[tuple[PlannedMember, int]], start: int) -> bytes:
-    """Entries for (member, crc) and the end of the archive, to lie at start. As long for one crc as for any other."""
-    entries = [_entry(member, crc) for member, crc in members]
-    count, size = len(entries), sum(map(len, entries))
+def directory(entries: Iterable[tuple[PlannedEntry, int]], start: int) -> bytes:
+    """Directory headers for (entry, crc) and the end of the archive, to lie at start. As long for one crc as for any other."""
+    headers = [_header(entry, crc) for entry, crc in entries]
+    count, size = len(headers), sum(map(len, headers))
     end = b""
     if count >= 0xFFFF or max(size, start) >= _FULL:
         end = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
         end += _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
     count, size, start = min(count, 0xFFFF), min(size, _FULL), min(start, _FULL)
-    return b"".join(entries) + end + _END.pack(b"PK\5\6", 0, 0, count, count, size, start, 0)
+    return b"".join(headers) + end + _END.pack(b"PK\5\6", 0, 0, count, count, size, start, 0)
 
 
-def _entry(member: PlannedMember, crc: int) -> bytes:
-    name = member.name.encode()
-    extra = _zip64(*(number for number in (member.nbytes, member.nbytes, member.header) if number >= _FULL))
-    size, header = min(member.nbytes, _FULL), min(member.header, _FULL)
+def _header(entry: PlannedEntry, crc: int) -> bytes:
+    name = entry.name.encode()
+    extra = _zip64(*(number for number in (entry.nbytes, entry.nbytes, entry.header) if number >= _FULL))
+    size, header = min(entry.nbytes, _FULL), min(entry.header, _FULL)
     version = 45 if extra else 20
     fields = version, version, _UTF8, 0, *_MIDNIGHT_1980, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header
     return _ENTRY.pack(b"PK\1\2", *fields) + name + extra

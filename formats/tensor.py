@@ -1,7 +1,7 @@
 """Lazy tensors: a shape, a dtype, and a way to read any rectangle of it into a buffer that the caller owns.
 
 Every tensor is seen as a matrix of elements: one of shape [a, b, c] has a*b rows and c columns, a vector [n] has n rows
-and one column, a scalar is 1 by 1. Moving, cutting and joining then is copying rectangles, and needs bytes alone:
+and one column, a scalar is 1 by 1. Moving, sharding and joining then is copying rectangles, and needs bytes alone:
 dtypes are names (torch's), and buffers are arrays of bytes.
 """
 
@@ -60,9 +60,9 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 
 
 def as_shape(sizes: object) -> Shape:
-    """A shape, offset or strides that a file tells, a list or tuple. Raises ValueError unless these are natural numbers."""
+    """A shape, offset or strides that a file gives, a list or tuple. Raises ValueError unless these are natural numbers."""
     if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
-        raise ValueError(f"{sizes!r:.80} is no list of at most {AXES} numbers")
+        raise ValueError(f"{sizes!r:.80} is not a list of at most {AXES} numbers")
     if not all(type(size) is int and 0 <= size < AXIS for size in sizes):
         raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
     return tuple(sizes)
@@ -214,6 +214,8 @@ class FileTensor:
             if whole is not out:
                 np.copyto(out, whole)
             return
+        if self.check is not None:
+            self.check.touch()
         for row in range(box.rows):
             self.file.read_into(start + row * cols * itemsize, out[row])
 

@@ -1,4 +1,4 @@
-"""Directories of torch's distributed checkpoints: `.metadata`, and files in which envelopes follow each other.
+"""Directories of torch's distributed checkpoints: `.metadata`, and files in which torch zip archives follow each other.
 
     <directory>/.metadata                which chunk of which tensor lies where
     <directory>/__0_0.distcp ...         per chunk and per object one torch file (a zip archive), back to back
@@ -36,7 +36,7 @@ class DistDirectory:
 
     path: Path
     metadata: DcpMetadata
-    files: Mapping[str, "EnvelopeFile"]
+    files: Mapping[str, "ArchiveFile"]
 
     def tensors(self) -> dict[str, ChunkedTensor]:
         return {name: self._tensor(name, stored) for name, stored in self.metadata.tensors.items()}
@@ -46,7 +46,7 @@ class DistDirectory:
             Chunk.whole(
                 chunk.offset,
                 chunk.shape,
-                Envelope(name, self.files[chunk.place.file], chunk.place, chunk.shape, stored.dtype),
+                ArchivedTensor(name, self.files[chunk.place.file], chunk.place, chunk.shape, stored.dtype),
             )
             for chunk in stored.chunks
         ]
@@ -70,7 +70,7 @@ def is_dcp(directory: Path) -> bool:
 def open_directory(directory: Path) -> DistDirectory:
     """Raises CorruptCheckpoint for a missing or short file, and for metadata that can't be true."""
     metadata = dcp_metadata.read(directory / METADATA_NAME)
-    files = {name: EnvelopeFile(InputFile.open(directory / name)) for name in metadata.files}
+    files = {name: ArchiveFile(InputFile.open(directory / name)) for name in metadata.files}
     places = [(name, chunk.place) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks]
     for name, place in (*places, *metadata.objects.items()):
         file = files[place.file].file
@@ -90,8 +90,8 @@ def open_directory(directory: Path) -> DistDirectory:
 
 
 @dataclass
-class EnvelopeFile:
-    """One file of envelopes, or of safetensors."""
+class ArchiveFile:
+    """One file of archives, or of safetensors."""
 
     file: InputFile
     _named: dict[str, FileTensor] | None = field(default=None, repr=False)
@@ -104,11 +104,11 @@ class EnvelopeFile:
 
 
 @dataclass
-class Envelope:
-    """A chunk's tensor inside its envelope (formats.chunked.Stored)."""
+class ArchivedTensor:
+    """A chunk's tensor inside its archive (formats.chunked.Stored)."""
 
     key: str
-    source: EnvelopeFile
+    source: ArchiveFile
     place: Range
     shape: Shape
     dtype: str
@@ -148,9 +148,9 @@ def _about(key: str) -> Iterator[None]:
 
 
 def format_json(backend: str) -> bytes:
-    """metadata.json, in the words that every version of Megatron core understands."""
-    words = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
-    return json.dumps(words | {"common_backend_version": 1}).encode()
+    """metadata.json, with the keys that every version of Megatron core understands."""
+    keys = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
+    return json.dumps(keys | {"common_backend_version": 1}).encode()
 
 
 def read_backend(directory: Path) -> str | None:

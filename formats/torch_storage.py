@@ -26,7 +26,7 @@ class StorageId:
         match identity:
             case ("storage", StorageType(dtype), str(name), _, int(elements), *view) if elements >= 0 and len(view) < 2:
                 return cls(dtype, name, elements, *view)
-        raise CorruptCheckpoint(f"{source}: refers to something that is no storage; was it written by torch.save?")
+        raise CorruptCheckpoint(f"{source}: refers to something that is not a storage; was it written by torch.save?")
 
     @property
     def nbytes(self) -> int | None:

@@ -24,7 +24,7 @@ from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.output import Record
 from formats.pickle_writer import Constant, Placeholder, dumps
-from formats.stored_zip import Member, PlannedMember, directory, local_header, place, read_directory
+from formats.stored_zip import PlannedEntry, ZipEntry, directory, local_header, place, read_directory
 from formats.tensor import InputFile, byte_count
 from formats.torch_storage import Storage, StorageId, lazy_tensor
 
@@ -76,7 +76,7 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> obj
             found = f"has {record.nbytes} bytes" if record else "is missing"
             what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
             raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
-        if part.name not in checks:  # torch writes zeros for checksums when told not to compute them
+        if part.name not in checks:  # torch writes zeros for checksums when asked not to compute them
             known = record.crc and record.nbytes
             checks[part.name] = file.checked(record.offset, record.nbytes, record.crc) if known else None
         nbytes = record.nbytes if part.nbytes is None else part.nbytes
@@ -86,7 +86,7 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> obj
     return pickle_guard.load(content, storage, source=str(file.path), tensor=lazy_tensor)
 
 
-def _root(file: InputFile, records: Mapping[str, Member]) -> str:
+def _root(file: InputFile, records: Mapping[str, ZipEntry]) -> str:
     """The one folder that holds everything."""
     roots = {name.partition("/")[0] for name in records}
     if len(roots) == 1 and f"{(root := roots.pop())}/data.pkl" in records:
@@ -94,13 +94,15 @@ def _root(file: InputFile, records: Mapping[str, Member]) -> str:
     raise CorruptCheckpoint(f"{file.path}: is a zip file, but not one of torch.save (no single folder with a data.pkl)")
 
 
-def _content(file: InputFile, record: Member) -> bytes:
-    """torch writes zeros for checksums when told not to compute them."""
+def _content(file: InputFile, record: ZipEntry) -> bytes:
+    """torch writes zeros for checksums when asked not to compute them."""
     if record.nbytes > PICKLE_BYTES:
         raise CorruptCheckpoint(f"{file.path}: a data.pkl of {record.nbytes} bytes; the limit is {PICKLE_BYTES}")
     content = file.read(record.offset, record.nbytes)
     if record.crc and crc32(content) != record.crc:
-        raise CorruptCheckpoint(f"{file.path}: the checksum of the record at {record.offset} is wrong; copy it again")
+        raise CorruptCheckpoint(
+            f"{file.path}: the checksum of the zip entry at {record.offset} is wrong; copy it again"
+        )
     return content
 
 
@@ -110,22 +112,22 @@ class TorchZipLayout:
 
     size: int
     records: Mapping[str, Record]
-    members: tuple[PlannedMember, ...] = field(repr=False)
+    entries: tuple[PlannedEntry, ...] = field(repr=False)
     """In file order."""
     contents: Mapping[str, bytes] = field(repr=False)
-    """Of members that are no tensors, by member name."""
+    """Of entries that are not tensors, by entry name."""
     keys: Mapping[str, str] = field(repr=False)
-    """Of tensors, by member name."""
+    """Of tensors, by entry name."""
     needs_checksums: bool = True
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of everything that is not a tensor. checksums: CRC-32 of each record, by key."""
         crcs = {name: crc32(content) for name, content in self.contents.items()}
         crcs |= {name: checksums[key] for name, key in self.keys.items()}
-        for member in self.members:
-            yield member.header, local_header(member, crcs[member.name]) + self.contents.get(member.name, b"")
-        start = _end(self.members)
-        yield start, directory(((member, crcs[member.name]) for member in self.members), start)
+        for entry in self.entries:
+            yield entry.header, local_header(entry, crcs[entry.name]) + self.contents.get(entry.name, b"")
+        start = _end(self.entries)
+        yield start, directory(((entry, crcs[entry.name]) for entry in self.entries), start)
 
 
 def plan(value: object, root: str) -> TorchZipLayout:
@@ -147,11 +149,11 @@ def plan(value: object, root: str) -> TorchZipLayout:
     sizes = {f"{root}/{name}": len(content) for name, content in before.items()}
     sizes |= {name: byte_count(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     sizes |= {f"{root}/{name}": len(content) for name, content in after.items()}
-    members = tuple(place(sizes.items()))
-    records = {tensors[m.name].key: Record(m.payload, m.nbytes) for m in members if m.name in tensors}
-    size = _end(members) + len(directory(((member, 0) for member in members), _end(members)))
-    return TorchZipLayout(size, records, members, contents, {name: tensor.key for name, tensor in tensors.items()})
+    entries = tuple(place(sizes.items()))
+    records = {tensors[m.name].key: Record(m.payload, m.nbytes) for m in entries if m.name in tensors}
+    size = _end(entries) + len(directory(((entry, 0) for entry in entries), _end(entries)))
+    return TorchZipLayout(size, records, entries, contents, {name: tensor.key for name, tensor in tensors.items()})
 
 
-def _end(members: tuple[PlannedMember, ...]) -> int:
-    return members[-1].payload + members[-1].nbytes
+def _end(entries: tuple[PlannedEntry, ...]) -> int:
+    return entries[-1].payload + entries[-1].nbytes

@@ -33,7 +33,7 @@ _DTYPES = {
     "bfloat16": "bfloat16", "<V2": "bfloat16", "|V2": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64",
     "<i8": "int64", "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8", "|b1": "bool",
 }  # fmt: skip
-"""bfloat16 is none of zarr's: Megatron wrote the word itself, and at first the two bytes that numpy saw."""
+"""bfloat16 is none of zarr's: Megatron wrote the name itself, and at first the two bytes that numpy saw."""
 _NAMES = {dtype: name for name, dtype in reversed(_DTYPES.items())}
 
 
@@ -85,7 +85,7 @@ def _read_array(folder: Path) -> ChunkedTensor:
     try:
         shape, step, dtype = _describe(read_json(path, CONFIG_BYTES))
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{path}: is no zarr array that Megatron writes ({error}); save it again") from error
+        raise CorruptCheckpoint(f"{path}: is not a zarr array that Megatron writes ({error}); save it again") from error
     found = {entry.name: entry.stat() for entry in folder.iterdir()}
     counts = [-(-whole // size) for whole, size in zip(shape, step, strict=True)]
     names = (_name(place) for place in _places(counts))
@@ -150,7 +150,7 @@ class ChunkLayout:
         self.size = byte_count(shape, dtype)
         self.records = {self.RECORD: Record(0, self.size)}
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         return iter(())
 
 
@@ -158,8 +158,8 @@ def array_json(shape: Shape, step: Shape, dtype: str) -> bytes:
     """`.zarray`. Raises CorruptCheckpoint for a dtype that these arrays can't have."""
     if dtype not in _NAMES:
         raise CorruptCheckpoint(f"zarr arrays of {dtype} can't be written; give --dtype, or choose torch_dist")
-    words = {"compressor": None, "fill_value": None, "filters": None, "order": "C", "zarr_format": 2}
-    array = {"chunks": list(step), "dtype": _NAMES[dtype], "shape": list(shape), **words}
+    fixed = {"compressor": None, "fill_value": None, "filters": None, "order": "C", "zarr_format": 2}
+    array = {"chunks": list(step), "dtype": _NAMES[dtype], "shape": list(shape), **fixed}
     return json.dumps(array, indent=4, sort_keys=True).encode()
 
 

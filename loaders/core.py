@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from formats import rank_files
-from megaconv.megatron.arguments.sizes import CORE_LANDMARKS
+from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
 from megaconv.megatron.distributed.source import find_dist, open_dist
-from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
+from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import holds_legacy
 from megaconv.model.ir import OpenedSource
@@ -29,4 +29,4 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     )
     naming = naming_of([name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk])
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
-    return open_model(source, options, Dialect(CORE_LANDMARKS, naming, described), by_args=distributed)
+    return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed)

@@ -78,7 +78,7 @@ def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -
         if prefixes:
             return naming, min(prefixes, key=len)
     raise TensorMismatch(
-        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} would be known; it has {listing(stored)}",
+        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} is recognised; it has {listing(stored)}",
         code="missing-tensor",
     )
 

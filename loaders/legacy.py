@@ -18,8 +18,8 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Box
 from megaconv.errors import UnknownFamily
-from megaconv.megatron.arguments.sizes import LEGACY_LANDMARKS
-from megaconv.megatron.rank_files.source import Dialect, open_model, open_ranks
+from megaconv.megatron.arguments.sizes import LEGACY_SIZE_TENSORS
+from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.ranks import Ranks, holds_legacy
 from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import LEGACY
@@ -43,8 +43,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     _require_known(source.ranks)
     version = _version(source.state, source.args, source.ranks.files[min(source.ranks.files)])
     described = f"legacy, torch format, checkpoint version {version}"
-    dialect = Dialect(LEGACY_LANDMARKS, LEGACY, described, lambda native: _arrange(native, version))
-    return open_model(source, options, dialect)
+    spellings = Spellings(LEGACY_SIZE_TENSORS, LEGACY, described, lambda native: _arrange(native, version))
+    return open_model(source, options, spellings)
 
 
 def _require_known(ranks: Ranks) -> None:
@@ -52,8 +52,8 @@ def _require_known(ranks: Ranks) -> None:
     if any(part in name for part in _EXPERTS for name in names):
         raise UnknownFamily(
             f"{ranks.files[min(ranks.files)]}: a legacy model with experts (SwitchMLP): each token goes to one of them, weighed by a "
-            "sigmoid (in early releases a softmax) of a router that has a bias, and no family of Megatron core or transformers that "
-            "we know computes that"
+            "sigmoid (in early releases a softmax) of a router that has a bias, which no supported family of Megatron core or transformers "
+            "computes"
         )
 
 
@@ -61,7 +61,7 @@ def _version(state: Mapping[str, Any], args: Namespace, file: str) -> int:
     """0 where the file doesn't say; releases that say nothing know neither pipelines nor bfloat16."""
     version = state.get("checkpoint_version", 0)
     if version not in (0, 1, 2, 3):
-        raise CorruptCheckpoint(f"{file}: has checkpoint_version {version!r}; known are 0, 1, 2 and 3")
+        raise CorruptCheckpoint(f"{file}: has checkpoint_version {version!r}; known: 0, 1, 2 and 3")
     if "checkpoint_version" not in state and (hasattr(args, "bf16") or hasattr(args, "pipeline_model_parallel_size")):
         raise CorruptCheckpoint(
             f"{file}: has no checkpoint_version, but args of a release that writes one; so the order of its q, k, v is unknown. "

@@ -3,9 +3,9 @@
     params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: a file for every tensor-parallel rank
     params.json, consolidated.safetensors                         Mistral: whole, or in several files with an index
 
-q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 cut the embedding by columns, Llama 3 by rows: the
-shapes tell. They tell the width of Llama's MLP and its vocabulary too, which params.json may leave open. A head is tied
-where it is missing, or equal to the embedding in every bit. What neither tells is assumed as megaconv/families/parts/meta_params.py says;
+q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 shard the embedding by columns, Llama 3 by rows: the
+shapes show. They show the width of Llama's MLP and its vocabulary too, which params.json may leave open. A head is tied
+where it is missing, or equal to the embedding in every bit. What neither gives is assumed as megaconv/families/parts/meta_params.py says;
 a Hugging Face directory (--config) knows better.
 """
 
@@ -129,14 +129,14 @@ def _configure(
     _check_count(path, shards, config)
     if options.config is None:
         return config
-    _, told = read_config(options.config / CONFIG_NAME)
+    _, stated = read_config(options.config / CONFIG_NAME)
     for name in (*STRUCTURE, "vocab"):
-        if name != "tie_embeddings" and value_of(told, name) != value_of(config, name):
+        if name != "tie_embeddings" and value_of(stated, name) != value_of(config, name):
             raise TensorMismatch(
-                f"{options.config / CONFIG_NAME}: says {name} = {value_of(told, name)}, {path} has {value_of(config, name)}; "
+                f"{options.config / CONFIG_NAME}: says {name} = {value_of(stated, name)}, {path} has {value_of(config, name)}; "
                 "it describes another model"
             )
-    return told
+    return stated
 
 
 def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,17 +144,17 @@ def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapp
 
     def shape(name: str) -> Sequence[int]:
         if name not in shard or len(shard[name].shape) != 2:
-            raise TensorMismatch(f"{where}: has no matrix {name}; these are no files of Meta's or Mistral's")
+            raise TensorMismatch(f"{where}: has no matrix {name}; these are not files of Meta's or Mistral's")
         return shard[name].shape
 
     tied = "output.weight" not in shard
     rows, cols = shape("tok_embeddings.weight")
     by_rows = rows * count if cols == params.get("dim") else rows
     vocab = by_rows if tied else shape("output.weight")[0] * count
-    told = params.get("vocab_size", -1)
-    moe = params.get("moe")  # then params.json tells
+    stated = params.get("vocab_size", -1)
+    moe = params.get("moe")  # then params.json says so
     ffn = params.get("hidden_dim") if moe else shape("layers.0.feed_forward.w1.weight")[0] * count
-    return {"vocab": told if told != -1 else vocab, "mlp.ffn": ffn, "tie_embeddings": tied}
+    return {"vocab": stated if stated != -1 else vocab, "mlp.ffn": ffn, "tie_embeddings": tied}
 
 
 def _check_count(path: Path, shards: Shards, config: ModelConfig) -> None:

@@ -33,14 +33,14 @@ class UsageError(CheckpointError):
 
 
 class LayoutError(CheckpointError):
-    """A model that can't be cut over the ranks asked for."""
+    """A model that can't be sharded over the ranks asked for."""
 
     exit_status = 2
     code = "layout-impossible"
 
 
 class NotExpressible(CheckpointError):
-    """The target's naming or configuration has no words for something that the source has."""
+    """Something that the source has can't be represented in the target's naming scheme or configuration."""
 
     exit_status = 2
     code = "not-representable"
@@ -107,10 +107,10 @@ class Cause(NamedTuple):
 CODES = {
     "failed": Cause(1, "none of the causes below"),
     "system-error": Cause(1, "the operating system refused something: no permission, a broken disk"),
-    "hub-unreachable": Cause(1, "the model can't be had from the Hugging Face Hub"),
+    "hub-unreachable": Cause(1, "the model can't be fetched from the Hugging Face Hub"),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
-    "rank-lost": Cause(1, "of several processes one doesn't come, or has ended without a word"),
-    "internal-error": Cause(1, "a mistake in megaconv itself; please report it"),
+    "rank-lost": Cause(1, "one of several processes doesn't start, or ended without reporting an error"),
+    "internal-error": Cause(1, "an error in megaconv itself; please report it"),
     "cancelled": Cause(1, "another thread failed first, whose error is the one that is reported"),
     "wrong-usage": Cause(2, "options that are not known, contradict each other, or don't go with the input"),
     "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),

@@ -51,7 +51,7 @@ def resolve(place: str) -> Place:
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
         raise UnknownFormat(
-            f"{place}: is no Hub id; expected hf://organisation/name or hf://organisation/name@revision"
+            f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _download(place, name, revision or None)
 
@@ -66,7 +66,7 @@ def _download(place: str, name: str, revision: str | None) -> Path:
 
     both = "" if place.startswith(_SCHEME) else f"there is no path {place!r} here, and "
     try:
-        # One request, without the retries that a listing has: a Hub that isn't there is told of at once.
+        # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
         found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
         files = [sibling.rfilename for sibling in found.siblings or ()]
         # Where both are there, the safetensors files are the ones that will be read.
@@ -81,6 +81,6 @@ def _download(place: str, name: str, revision: str | None) -> Path:
             return Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
             raise CheckpointError(
-                f"{place}: {both}the model can't be had from the Hugging Face Hub: {reason}",
+                f"{place}: {both}the model can't be fetched from the Hugging Face Hub: {reason}",
                 code="hub-unreachable",
             ) from error

@@ -57,8 +57,8 @@ def leave_out(kind: str, name: str, error: BaseException) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, PluginError) else f"{type(error).__name__}: {said}".removesuffix(": ")
+    message = " ".join(str(error).split())
+    return message if isinstance(error, PluginError) else f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 # Both are asked for again and again during a run; other packages can come only with another sys.path.

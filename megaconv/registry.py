@@ -37,7 +37,7 @@ class Loader(Protocol):
 
     def detect(self, path: Any) -> bool:
         """Whether path (a Path; a str for a URI) looks like this kind; looks at names, and at one file's metadata where
-        they don't tell."""
+        they don't say."""
         ...
 
     def open(self, path: Any, options: LoadOptions) -> Source:
@@ -49,7 +49,8 @@ class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
     One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with OPTIONS gets what was given by
-    `--option` in SaveOptions.extra, as loaders do.
+    `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may raise LayoutError
+    there, before the input's tensors are looked up, where a config.json describes the model (`engine/early_check.py`).
     """
 
     DESCRIPTION: str
@@ -86,7 +87,7 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     if name in offered:
         return plugins.load(kind, offered[name])
     raise UnknownFormat(
-        f"no {kind[:-1]} is called {name!r}; known are {', '.join([*ours, *offered])}",
+        f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])}",
         code="unknown-loader" if kind == "loaders" else "unknown-saver",
     )
 
@@ -111,13 +112,13 @@ def detect(place: Place) -> tuple[str, Loader]:
     if isinstance(place, str):
         known = sorted({"hf", *(scheme for found in all_loaders().values() for scheme in schemes(found))})
         raise UnknownFormat(
-            f"{place}: no loader takes it; known are {', '.join(f'{scheme}://' for scheme in known)}, "
+            f"{place}: no loader takes it; known: {', '.join(f'{scheme}://' for scheme in known)}, "
             "and those of packages that aren't installed"
         )
     if (place / CONFIG_NAME).is_file():
         return "hf", loader("hf")  # which says best what should lie beside it
     raise UnknownFormat(
-        f"{place}: is no checkpoint that we know; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
+        f"{place}: is not a checkpoint of a known format; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
         "a Megatron directory latest_checkpointed_iteration.txt, mp_rank_* directories or metadata.json, "
         "a distributed checkpoint of PyTorch .metadata, "
         "a directory of Meta's or Mistral's own files params.json and consolidated.*"
@@ -163,6 +164,6 @@ def share_options(given: Mapping[str, str], takers: Mapping[str, object]) -> lis
     """
     for key in given:
         if not any(key in options_of(found) for found in takers.values()):
-            known = "; ".join(f"{who} knows {', '.join(options_of(found)) or 'none'}" for who, found in takers.items())
+            known = "; ".join(f"{who} takes {', '.join(options_of(found)) or 'none'}" for who, found in takers.items())
             raise UsageError(f"--option {key}: is not known; {known}", code="unknown-option")
     return [{key: value for key, value in given.items() if key in options_of(found)} for found in takers.values()]

@@ -32,7 +32,7 @@ def show(text: object, file: TextIO | None = None) -> None:
 
 
 def log_to_stderr(name: str) -> None:
-    """Warnings become lines on stderr that begin with this name; each is told once."""
+    """Warnings become lines on stderr that begin with this name; each is reported once."""
     logging.addLevelName(logging.WARNING, "warning")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine(f"{name}: %(levelname)s: %(message)s"))
@@ -50,10 +50,10 @@ class _Once(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        told = message in self._told
-        self._told.add(message)
-        return not told
+        shown = message in self._shown
+        self._shown.add(message)
+        return not shown

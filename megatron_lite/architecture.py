@@ -21,7 +21,7 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     model = settings.model
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(model, name) is None:
-            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which says it)")
+            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which has it)")
     assert model.hidden_size is not None
     assert model.num_attention_heads is not None
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
@@ -62,22 +62,22 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
 
 def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str) -> None:
     """Raises UsageError for the first flag that says something else than the checkpoint at source."""
-    told = to_arguments(
+    stated = to_arguments(
         config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
         vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
     ) | dict(dropouts)  # fmt: skip
-    told |= {
-        "disable_bias_linear": not told["add_bias_linear"],
-        "no_bias_gelu_fusion": not told["bias_gelu_fusion"],
+    stated |= {
+        "disable_bias_linear": not stated["add_bias_linear"],
+        "no_bias_gelu_fusion": not stated["bias_gelu_fusion"],
         "num_query_groups": config.attention.kv_heads,
-        "rope_scaling_factor": (config.positions.scaling or {}).get("factor", told["rope_scaling_factor"]),
+        "rope_scaling_factor": (config.positions.scaling or {}).get("factor", stated["rope_scaling_factor"]),
     }
     for name in sorted(settings.given):
         subject, _ = flags()[name]
-        if subject != "model" or (name in FREE and name not in dropouts) or name not in told:
+        if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:
             continue
         asked = getattr(getattr(settings, subject), name)
-        if asked != told[name] and not (asked is False and told[name] is None):
+        if asked != stated[name] and not (asked is False and stated[name] is None):
             raise UsageError(
-                f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {told[name]}; leave the flag out"
+                f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {stated[name]}; leave the flag out"
             )

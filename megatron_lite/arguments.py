@@ -98,20 +98,20 @@ def type_hints() -> dict[str, Any]:
 
 def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any) -> None:
     text: str = item.metadata["help"]
-    words: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if hint is bool:
-        words = {"nargs": "?", "const": True, "metavar": "true|false"}
+        options = {"nargs": "?", "const": True, "metavar": "true|false"}
     elif item.metadata["choices"]:
-        words = {"choices": item.metadata["choices"]}
+        options = {"choices": item.metadata["choices"]}
         text += " {" + ", ".join(item.metadata["choices"]) + "}"
     elif hint not in (int, float, str):
-        words = {"nargs": "+"}
-    if words.get("metavar") is None:
-        words["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
+        options = {"nargs": "+"}
+    if options.get("metavar") is None:
+        options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
     if item.default not in (None, False):
         text += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"
     group.add_argument(
-        "--" + name.replace("_", "-"), dest=name, type=_reader(_element(hint)), help=text.replace("%", "%%"), **words
+        "--" + name.replace("_", "-"), dest=name, type=_reader(_element(hint)), help=text.replace("%", "%%"), **options
     )
 
 
@@ -122,11 +122,11 @@ def _element(hint: Any) -> Any:
 
 def _reader(kind: type) -> Callable[[str], Any]:
     if kind is bool:
-        return _truth
+        return _boolean
     return kind
 
 
-def _truth(word: str) -> bool:
+def _boolean(word: str) -> bool:
     if word.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, found {word!r}")
     return word.lower() == "true"
@@ -157,7 +157,7 @@ def _require_only(name: str, value: object, where: str = "") -> None:
 
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
-        return f"{word!r} belongs to no flag; --help lists them"
+        return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
     close = difflib.get_close_matches(word, known, n=1)
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
@@ -172,7 +172,7 @@ def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: can't be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: is no YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise UsageError(f"{path}: should be a mapping of flags to values")
     hints, values = type_hints(), {}

@@ -163,7 +163,7 @@ class ChunkBuckets:
 
 
 def _fill(infos: list[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:
-    """(members, elements) of each bucket; a tied embedding has one of its own, cut alike on both its ranks."""
+    """(members, elements) of each bucket; a tied embedding has one of its own, sharded alike on both its ranks."""
     members: list[Member] = []
     used = 0
     for info in reversed(infos):

@@ -100,7 +100,7 @@ class Saver:
                 if _PARTIAL.fullmatch(left.name):
                     shutil.rmtree(left)
             staging.mkdir()
-        self._meet()
+        self._barrier()
         if self.format == "torch_dist":
             write_blocks(staging, snapshot.shards, snapshot.objects or {}, self.group)
         elif snapshot.rank_file is not None:
@@ -111,10 +111,10 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             sync_directory((staging / name).parent)
-        self._meet()
+        self._barrier()
         if self.rank == 0:
             self._publish(staging, target, snapshot)
-        self._meet()
+        self._barrier()
 
     def _publish(self, staging: Path, target: Path, snapshot: Snapshot) -> None:
         if self.format == "torch_dist":
@@ -143,7 +143,7 @@ class Saver:
             leaving.rename(hidden)
             shutil.rmtree(hidden)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
 

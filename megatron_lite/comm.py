@@ -107,6 +107,6 @@ class _SumScattered(torch.autograd.Function):
 
 
 def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
-    """The sum over the ranks, whole or (scatter) cut along the first axis; autograd knows how to go back."""
+    """The sum over the ranks, whole or (scatter) sharded along the first axis; autograd knows how to go back."""
     summed: Tensor = (_SumScattered if scatter else _Sum).apply(x, group)  # type: ignore[no-untyped-call]
     return summed

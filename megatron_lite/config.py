@@ -27,7 +27,7 @@ class Model:
     kv_channels: int | None = flag(None, "size of one head (hidden / heads)")
     max_position_embeddings: int | None = flag(None, "longest sequence that the model is for (--seq-length)")
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions are told", choices=("learned_absolute", "rope")
+        "learned_absolute", "kind of position embedding", choices=("learned_absolute", "rope")
     )
     rotary_base: float = flag(10000.0, "theta of the rotary embedding")
     rotary_percent: float = flag(1.0, "part of a head that rotates")
@@ -61,7 +61,9 @@ class Parallel:
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
     account_for_loss_in_pipeline_split: bool = flag(False, "count the head as a layer when sharing out")
     pipeline_model_parallel_layout: str | None = flag(None, "all stages, as in Et*3|(tt|)*2,tL")
-    sequence_parallel: bool = flag(False, "cut what lies between the matrices along the sequence, over the tp ranks")
+    sequence_parallel: bool = flag(
+        False, "shard activations between the matrices along the sequence, over the tp ranks"
+    )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
     overlap_param_gather: bool = flag(False, "gather parameters while the forward pass goes on")
@@ -69,7 +71,7 @@ class Parallel:
     distributed_backend: str | None = flag(
         None, "communication (nccl with a GPU for every process, else gloo)", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10.0, "give a silent rank up after this long")
+    distributed_timeout_minutes: float = flag(10.0, "watchdog: give up on a silent rank after this long")
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Checkpointing:
     load: str | None = flag(None, "checkpoint to start from: any that megaconv reads, or a Hub id")
     save: str | None = flag(None, "directory to save to")
     save_interval: int | None = flag(None, "steps between saves (at the end only)")
-    resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as told")
+    resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as the other flags say")
     keep_last: int | None = flag(None, "keep this many checkpoints, remove older ones")
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
     transformer_impl: str = flag(

@@ -2,7 +2,7 @@
 
 .metadata            the index: keys, global shapes, blocks, where each lies
 __{rank}_0.distcp    blocks, each a torch file of its own
-common.pt            what isn't cut: args, scheduler, parameter groups
+common.pt            what isn't sharded: args, scheduler, parameter groups
 metadata.json        says what this is; written last
 """
 

@@ -49,7 +49,7 @@ class Engine:
     ) -> None:
         """optimizer None: for evaluation alone.
 
-        Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be cut.
+        Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded.
         """
         self.config, self.grid, self.options = config, grid, options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
@@ -177,8 +177,8 @@ class Engine:
     def _shape(self, batch: Microbatch) -> tuple[int, ...]:
         """Of activations between stages."""
         rows, length = batch.tokens.shape
-        cut = self.grid.layout.tp if self.options.sequence_parallel else 1
-        return length // cut, rows, self.config.hidden
+        shards = self.grid.layout.tp if self.options.sequence_parallel else 1
+        return length // shards, rows, self.config.hidden
 
     def _sum_over_world(self, losses: "_LossSum", square: Tensor, signals: Sequence[float]) -> list[float]:
         """[losses, tokens, squares, *signals] over all ranks: the one collective, and the one wait for a GPU, of a step."""

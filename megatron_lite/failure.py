@@ -1,8 +1,8 @@
-"""How a run that fails ends: at once on all ranks, with its first cause told once.
+"""How a run that fails ends: at once on all ranks, with its first cause reported once.
 
 The first rank to count itself in the rendezvous store prints its error, all others are silent. Ranks that only see a
-peer go away wait a moment before, so that the peer can tell why; one that was killed can't, and then the broken
-connection is all there is to tell. Whatever fails on one rank alone (a file that only it can't
+peer go away wait a moment before, so that the peer can report why; one that was killed can't, and then the broken
+connection is all there is to report. Whatever fails on one rank alone (a file that only it can't
 read) is raised through `all_or_none`, so that all ranks raise the same.
 """
 
@@ -57,9 +57,9 @@ def all_or_none(call: Callable[[], T]) -> T:
         result = call()
     except CheckpointError as found:
         error = found
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else (str(error), error.exit_status))
-    first = next((item for item in told if item is not None), None)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, None if error is None else (str(error), error.exit_status))
+    first = next((item for item in gathered if item is not None), None)
     if first is not None:
         raise SharedError(*first) from error
     return result
@@ -68,7 +68,7 @@ def all_or_none(call: Callable[[], T]) -> T:
 def report(error: BaseException, where: str, store: "Store | None") -> int:
     """Print the first cause once, over all ranks; returns the exit status.
 
-    where: `rank 3 (tp 1 pp 1 dp 0)`. store: None before ranks have met: then one of each machine speaks.
+    where: `rank 3 (tp 1 pp 1 dp 0)`. store: None before ranks have met: then one of each machine reports.
     """
     speaks = partial(_first, store) if store is not None else _is_first_here
     if isinstance(error, CheckpointError):
@@ -77,7 +77,7 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
             _print(text)
         return error.exit_status
     if store is not None and _is_lost_connection(error):
-        time.sleep(PATIENCE_S)  # for a rank that has a cause of its own to tell it
+        time.sleep(PATIENCE_S)  # for a rank that has a cause of its own to report it
         silent = "was silent for longer than --distributed-timeout-minutes (does it hang?)"
         gone = "ended without a message (was it killed?)"
         if speaks():
@@ -91,13 +91,13 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
 
 
 def report_alone(text: str) -> None:
-    """Without a store, where every rank finds the same by itself: one of each machine speaks."""
+    """Without a store, where every rank finds the same by itself: one of each machine reports."""
     if _is_first_here():
         _print(text)
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """A collective that failed since another rank is gone; gloo and NCCL tell it in words alone."""
+    """A collective that failed since another rank is gone; gloo and NCCL give a message, and no type of their own."""
     words = ("by peer", "Broken pipe", "Connection refused", "NCCL", "gloo", "imed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 

@@ -91,7 +91,7 @@ def check_sizes(
         raise LayoutError(f"expert parallel size is {layout.ep}, but mixtures of experts can't be trained yet")
     if options.sequence_parallel and sequence % tp:
         raise LayoutError(
-            f"sequence parallelism cuts {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
+            f"sequence parallelism shards {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
         )
     if config.positions.kind == "learned" and sequence > config.max_positions:
         raise LayoutError(
@@ -122,16 +122,16 @@ def make_grid(layout: Layout, dp: int, device: torch.device) -> Grid:
     columns = [[at[p][d][t] for p in range(pp)] for d in range(dp) for t in range(tp)]
     pipeline = _own_group(columns, rank)
     # Messages on gloo have tags. NCCL keeps the order of sends between two ranks instead, whatever they are for.
-    apart = pp > 1 and dist.get_backend() == "nccl"
+    separate = pp > 1 and dist.get_backend() == "nccl"
     return Grid(
         layout, dp, rank, device,
         world_group=dist.group.WORLD,
         tp_group=_own_group([at[p][d] for p in range(pp) for d in range(dp)], rank),
         dp_group=_own_group([[at[p][d][t] for d in range(dp)] for p in range(pp) for t in range(tp)], rank),
         pp_group=pipeline,
-        backward_group=_own_group(columns, rank) if apart else pipeline,
-        wrap_group=_own_group(columns, rank) if apart and layout.vpp > 1 else pipeline,
-        wrap_backward_group=_own_group(columns, rank) if apart and layout.vpp > 1 else pipeline,
+        backward_group=_own_group(columns, rank) if separate else pipeline,
+        wrap_group=_own_group(columns, rank) if separate and layout.vpp > 1 else pipeline,
+        wrap_backward_group=_own_group(columns, rank) if separate and layout.vpp > 1 else pipeline,
         tied_group=_own_group([[column[0], column[-1]] for column in columns] if pp > 1 else [], rank),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from megatron_lite.sizes import Sizes
 
 
 def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
-    """As told; else the checkpoint's own, else numbers. Raises UsageError, CorruptCheckpoint."""
+    """As given; else the checkpoint's own, else numbers. Raises UsageError, CorruptCheckpoint."""
     data, size = settings.data, settings.model.vocab_size
     if data.tokenizer_type is None and data.tokenizer_model is None:
         beside = start.files.get("tokenizer.json") if start is not None else None

@@ -27,7 +27,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is, as torchrun told it."""
+    """Where this process is, as torchrun says."""
 
     rank: int
     world: int

@@ -1,4 +1,4 @@
-"""What a run tells: a line per logged step, the same figures as JSON lines, TensorBoard events or a W&B run.
+"""What a run reports: a line per logged step, the same figures as JSON lines, TensorBoard events or a W&B run.
 
 MFU is counted as published: a token costs 6 N + 12 L h s operations (N weights that are multiplied, which leaves tables
 that are looked up out; L layers, h = heads x head size, s tokens of a sequence; attention not halved for its mask), and

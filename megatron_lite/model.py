@@ -66,7 +66,7 @@ NOT_COMPUTED = {
 
 
 def make_plan(config: ModelConfig, layout: Layout, options: ModelOptions, ranks: TensorGroup) -> Plan:
-    """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be cut."""
+    """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded."""
     if config.experts.count:
         raise NotExpressible(
             f"the model has {config.experts.count} experts a layer; mixtures of experts can't be trained yet"
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         mixed = self.linear_qkv(x)
         mixed = mixed.unflatten(-1, (self.kv_heads, self.group + 2, self.head_dim))
-        # One cut, whose gradient is one concatenation; that of a slice is as large as the whole.
+        # One split, whose gradient is one concatenation; that of a slice is as large as the whole.
         q, k, v = (part.flatten(2, 3) for part in mixed.split((self.group, 1, 1), -2))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)

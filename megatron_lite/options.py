@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again instead of keeping it. Megatron's words."""
+    """Activation recomputation: what the backward pass computes again instead of keeping it, by Megatron's names."""
 
     granularity: str | None = None
     """None; `full`: whole layers; `selective`: norms and activation functions alone."""

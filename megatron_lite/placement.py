@@ -128,7 +128,7 @@ def _place_in(region: Region, candidates: tuple[Region, ...]) -> tuple[int, int]
 
 
 def shards(place: Place, tensor: Tensor) -> Iterator[Shard]:
-    """A rank's whole tensor, cut into blocks of the checkpoint's."""
+    """A rank's whole tensor, split into the checkpoint's blocks."""
     return flat_shards(place, place.key, tensor.reshape(-1), 0, tensor.numel())
 
 

@@ -67,8 +67,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
 def _model(settings: Settings, start: Start | None, vocab: int) -> tuple[ModelConfig, Mapping[str, float]]:
     model = settings.model
     if start is None:
-        told = None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size  # that one adds a token
-        config = model_from_flags(settings, told or vocab)
+        given = None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size  # that one adds a token
+        config = model_from_flags(settings, given or vocab)
         dropouts: Mapping[str, float] = {
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,

@@ -28,7 +28,7 @@ def frequencies(config: ModelConfig) -> Tensor:
         return _yarn(plain, scaling, config.positions.theta)
     if scaling["rope_type"] != "llama3":
         raise NotExpressible(
-            f"rope scaling {scaling['rope_type']!r} can't be trained with; known are linear, llama3 and yarn"
+            f"rope scaling {scaling['rope_type']!r} can't be trained with; supported: linear, llama3 and yarn"
         )
     factor, original, low, high = (
         float(scaling[name])
@@ -91,17 +91,17 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [sequence, batch, heads, head_dim]: its first elements in two halves, each pair turned; the rest stays."""
+    """x [sequence, batch, heads, head_dim]: its first elements in two halves, each pair rotated; the rest stays."""
     if torch.compiler.is_compiling():
         half = cos.shape[-1]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
-    turned: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
+    result: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Turn(torch.autograd.Function):
-    """What a compiler makes of the formula: no copies in between, and backward is a turn the other way."""
+    """What a compiler makes of the formula: no copies in between, and backward is a rotation the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a run's sizes fit each other; every refusal tells the arithmetic, before anything is started."""
+"""Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     for size in batch.sizes():
         if size < 1 or size % (micro * dp):
             raise UsageError(
-                f"a global batch of {size} can't be cut into micro batches of {micro} on {dp} data-parallel ranks: "
+                f"a global batch of {size} can't be divided into micro batches of {micro} on {dp} data-parallel ranks: "
                 f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
             )
         check_sizes(config, layout, world, options, seq, size // (micro * dp))
@@ -65,7 +65,7 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
     if each is not None:
         if each < 1 or config.layer_count % (pp * each):
             raise LayoutError(
-                f"{config.layer_count} layers can't be cut into virtual stages of {each} over {pp} ranks: "
+                f"{config.layer_count} layers can't be divided into virtual stages of {each} over {pp} ranks: "
                 f"{pp} x {each} = {pp * each} has to divide them"
             )
         return config.layer_count // (pp * each)

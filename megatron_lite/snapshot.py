@@ -1,6 +1,6 @@
 """What a rank puts into a checkpoint: blocks of `torch_dist`, or a whole rank file of `torch`; views, or copies of a moment.
 
-Optimizer state is saved as Megatron's fully_reshardable form: cut like the weights, whatever ranges the ranks own.
+Optimizer state is saved as Megatron's fully_reshardable form: sharded like the weights, whatever ranges the ranks own.
 """
 
 from collections import OrderedDict
@@ -77,8 +77,8 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
 def _dist_form(engine: Engine, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """What common.pt says of the optimizer: Megatron's distributed one is Adam's alone, SGD has the form of its others."""
     if not _is_sgd(engine):
-        told = {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
-        return {"optimizer": {**optimizer, **told}, "content_metadata": dict(SHARDING)}
+        sharding = {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
+        return {"optimizer": {**optimizer, **sharding}, "content_metadata": dict(SHARDING)}
     inner = {"state": {}, **optimizer["optimizer"]}
     content = {name: value for name, value in SHARDING.items() if not name.startswith("distrib")}
     in_fp32 = engine.dtype == torch.float32
@@ -197,9 +197,9 @@ def _slot_names(engine: Engine) -> list[str]:
     own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
     if not engine.optimizer.distributed or engine.grid.dp == 1:
         return own
-    told: list[Any] = [None] * engine.grid.dp
-    dist.all_gather_object(told, own, group=engine.grid.dp_group)
-    return next(names for names in told if names)
+    sharding: list[Any] = [None] * engine.grid.dp
+    dist.all_gather_object(sharding, own, group=engine.grid.dp_group)
+    return next(names for names in sharding if names)
 
 
 def _optimizer_state(

@@ -1,6 +1,6 @@
-"""Tensor parallelism: matrices cut by columns, by rows, the embedding cut by vocabulary. Activations are [sequence, batch, width].
+"""Tensor parallelism: matrices sharded by columns, by rows, the embedding sharded by vocabulary. Activations are [sequence, batch, width].
 
-With sequence parallelism each tensor rank holds 1/tp of the sequence between a row-cut matrix and the next column-cut one:
+With sequence parallelism each tensor rank holds 1/tp of the sequence between a row-sharded matrix and the next column-sharded one:
 the all-reduce after the former becomes a reduce-scatter, and the latter gathers, in the backward pass once more.
 """
 
@@ -152,7 +152,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class NormColumnLinear(nn.Module):
-    """A norm and the column-cut matrix behind it, named as Transformer Engine's fused layer."""
+    """A norm and the column-sharded matrix behind it, named as Transformer Engine's fused layer."""
 
     def __init__(
         self, width: int, out: int, epsilon: float, ranks: TensorGroup, *, norm_bias: bool, bias: bool, keep: "Keep"
@@ -173,7 +173,7 @@ class NormColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A row-cut matrix; its bias is added once, after the sum."""
+    """A row-sharded matrix; its bias is added once, after the sum."""
 
     def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool) -> None:
         """width: this rank's columns."""
@@ -191,7 +191,7 @@ Keep = Callable[[Made, Tensor, Made], Tensor]
 
 
 class VocabEmbedding(nn.Module):
-    """A table cut by rows over the ranks."""
+    """A table sharded by rows over the ranks."""
 
     def __init__(self, rows: int, width: int, ranks: TensorGroup) -> None:
         """rows: of this rank."""

@@ -123,7 +123,7 @@ def _check(run: Run, report: StepReport) -> None:
     if what is not None and not (report.skipped and run.settings.precision.fp16):
         raise TrainingError(
             f"step {step}: {what}; lower --lr or look at the data of samples {run.progress.consumed_samples} and after "
-            "(--no-check-for-nan-in-loss-and-grad goes on regardless)"
+            "(--no-check-for-nan-in-loss-and-grad continues regardless)"
         )
 
 

@@ -40,7 +40,7 @@ def check_tensors(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
             raise TensorMismatch(f"{name} has shape {list(tensors[name].shape)}, the model needs {list(shape)}")
     for name in tensors:
         if name not in expected:
-            raise TensorMismatch(f"{name} is no tensor of this model")
+            raise TensorMismatch(f"{name} is not a tensor of this model")
 
 
 def fill(parameter: Tensor, native: NativeTensor, tensors: Mapping[str, LazyTensor]) -> None:

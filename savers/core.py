@@ -13,7 +13,9 @@ from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header
+from megaconv.model.layout import Layout
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
+from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
@@ -25,7 +27,7 @@ DISTRIBUTED = ("torch_dist", "zarr")
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
     _check(options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
@@ -43,7 +45,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _warn_of_scaling(header.config)
     if layout.tp > header.config.attention.kv_heads:
         _log.warning(
-            "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core knows from 0.16 on",
+            "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core supports from 0.16 on",
             header.config.attention.kv_heads,
             layout.tp,
         )
@@ -74,6 +76,13 @@ def _modules_of_others(config: ModelConfig) -> tuple[str, ...]:
         return ()
     built = "the model has to be built with Megatron-Bridge's or others; names in the checkpoint are Megatron-Bridge's"
     return (f"Megatron core has no modules for {', '.join(lacking)}: {built}",)
+
+
+def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> None:
+    """Raises LayoutError for sizes asked for that the model can't be sharded to. has_layout: whether the input has one,
+    so that what isn't asked for is not known yet."""
+    asked = Layout(tp=options.tp or 1, ep=options.ep or 1, etp=options.etp or 1)
+    rank_sizes(config, asked if has_layout else choose_layout(config, None, options), shares_heads=True)
 
 
 def _check(options: SaveOptions) -> None:

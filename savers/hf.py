@@ -84,10 +84,10 @@ def _shards(
 
 
 def _warn_of_missing_mtp(config: ModelConfig) -> None:
-    said = (config.hf or {}).get("num_nextn_predict_layers") or 0
-    if said and not config.mtp_layers:
+    promised = (config.hf or {}).get("num_nextn_predict_layers") or 0
+    if promised and not config.mtp_layers:
         _log.warning(
-            "%s speaks of %s layers that predict further tokens, which the source doesn't hold; --base ORIGINAL adds them",
+            "%s lists %s MTP layers, which the source doesn't hold; --base ORIGINAL adds them",
             CONFIG_NAME,
-            said,
+            promised,
         )

@@ -21,7 +21,7 @@ _log = logging.getLogger("megaconv")
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what these models don't have."""
+    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what these models don't have."""
     check_options(options)
     _require_expressible(header.config)
     layout = choose_layout(header.config, header.layout, options, uneven=False)

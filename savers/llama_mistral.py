@@ -3,7 +3,7 @@
     params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: a file for every tensor-parallel rank
     params.json, consolidated.safetensors                         Mistral: whole
 
-Llama 1 and 2 get their embedding cut by columns, Llama 3 by rows, each as Meta's code loads it. A tied head is written a
+Llama 1 and 2 get their embedding sharded by columns, Llama 3 by rows, each as Meta's code loads it. A tied head is written a
 second time, since neither code knows such a thing.
 """
 
@@ -27,7 +27,7 @@ DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's:
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises NotExpressible for a model that params.json has no words for, LayoutError for shards that can't be cut."""
+    """Raises NotExpressible for a model that params.json can't represent, LayoutError for a number of shards that doesn't divide it."""
     config = header.config
     kind = options.checkpoint_type or ("mistral" if config.family in ("mistral", "mixtral") else "meta")
     _check(kind, options)
@@ -53,11 +53,11 @@ def _check(kind: str, options: SaveOptions) -> None:
     if kind not in KINDS:
         raise UsageError(f"--checkpoint-type {kind}: can't be written; choose {' or '.join(KINDS)}, or --saver hf")
     if kind == "mistral" and (options.tp or 1) > 1:
-        raise UsageError(f"--tp {options.tp}: {KINDS[kind]} files are not cut over ranks; leave it out")
+        raise UsageError(f"--tp {options.tp}: {KINDS[kind]} files are not sharded over ranks; leave it out")
     for name in ("pp", "vpp", "ep", "etp"):
         if (getattr(options, name) or 1) > 1:
             raise UsageError(
-                f"--{name} {getattr(options, name)}: {KINDS[kind]} files are cut by --tp only; leave it out"
+                f"--{name} {getattr(options, name)}: {KINDS[kind]} files are sharded by --tp only; leave it out"
             )
 
 

@@ -78,10 +78,10 @@ def parser_arguments(sources: Iterable[str]) -> set[str]:
 
 
 def _destination(call: ast.Call) -> Iterator[str]:
-    told = [word.value for word in call.keywords if word.arg == "dest"]
+    given = [word.value for word in call.keywords if word.arg == "dest"]
     options = [item.value for item in call.args if isinstance(item, ast.Constant)]
-    if told and isinstance(told[0], ast.Constant):
-        yield str(told[0].value)
+    if given and isinstance(given[0], ast.Constant):
+        yield str(given[0].value)
     else:
         yield from [str(option)[2:].replace("-", "_") for option in options if str(option).startswith("--")][:1]
 

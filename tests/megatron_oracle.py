@@ -107,7 +107,7 @@ class Megatron:
 
 
 def _write_line(stream: IO[str] | None, line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # a rank that died is told of by its missing reply
+    with contextlib.suppress(BrokenPipeError):  # a rank that died is noticed by its missing reply
         print(line, file=stream, flush=True)
 
 
@@ -340,7 +340,7 @@ def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[st
 
 
 def load_chunks(args: Namespace, version: Path) -> list[Any]:
-    """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args announce."""
+    """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args give."""
     stages = virtual_stages(args)
     built = {
         f"model{'' if stage is None else stage}": build(args, stage, custom_layers.needs_of(version.parent))

@@ -75,7 +75,7 @@ def write_large_llama(path: Path) -> Path:
     write_config(path, config | sizes)
     layout = SafetensorsLayout({name: (shape, "bfloat16") for name, shape in _shapes(config | sizes)})
     with (path / "model.safetensors").open("wb") as file:
-        for offset, data in layout.frame({}):
+        for offset, data in layout.headers({}):
             file.seek(offset)
             file.write(data)
         file.truncate(layout.size)

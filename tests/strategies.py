@@ -49,7 +49,7 @@ def has_mtp(family: str) -> bool:
 
 
 def speaks_of(family: str, naming: Naming, feature: str) -> bool:
-    """Whether a naming has words for all that a feature brings to a family."""
+    """Whether a naming scheme can represent all that a feature brings to a family."""
     rows = [row for row in families()[family].rows if feature in (row.when or "").split()]
     return all(row.spelling(naming) for row in rows)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import megaconv
 from formats import torch_zip
@@ -274,3 +275,13 @@ def test_the_process_that_is_limited_can_do_its_work(llama: Path, tmp_path: Path
     """Or the tests above would prove nothing."""
     outcome = limited("convert", "--load-dir", llama, "--saver", "core", "--save-dir", tmp_path / "out")
     assert outcome.status == 0, outcome.err
+
+
+@pytest.mark.parametrize("iteration", [-1, 10**13, 10**1000], ids=["negative", "large", "huge"])
+def test_an_iteration_of_any_number_is_refused(iteration: int, llama: Path, tmp_path: Path) -> None:
+    megaconv.convert(llama, tmp_path / "core", saver="core")
+    (tmp_path / "core" / "megaconv.json").unlink()
+    (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
+    torch.save(torch.load(file, weights_only=False) | {"iteration": iteration}, file)
+    with pytest.raises(CorruptCheckpoint, match="its iteration should be from 0"):
+        megaconv.convert(tmp_path / "core", tmp_path / "out", saver="core")

@@ -547,7 +547,7 @@ def test_a_usage_error_ends_with_status_2(hf: Path, tmp_path: Path) -> None:
         "core, legacy, dcp, hf",
     )
     assert_refused(run("inspect", tmp_path / "nothing"), 2, "no such file or directory")
-    assert_refused(run("inspect", tmp_path), 2, "no checkpoint that we know")
+    assert_refused(run("inspect", tmp_path), 2, "not a checkpoint of a known format")
 
 
 def test_a_loss_that_nobody_knows_can_not_be_allowed(hf: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def complete(family: str) -> dict[str, Any]:
 
 
 def declared(table: Family) -> set[str]:
-    return {key for words in table.keys for key in words.keys} | set(table.only) | set(OFF)
+    return {key for words in table.keys for key in words.names} | set(table.only) | set(OFF)
 
 
 @pytest.mark.oracle
@@ -64,7 +64,7 @@ def test_every_key_of_transformers_class_is_declared(family: str, model_type: st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_key_is_declared_twice_in_contradiction(family: str) -> None:
     table = families()[family]
-    read = {key for words in table.keys for key in words.keys}
+    read = {key for words in table.keys for key in words.names}
     assert not read & set(table.only)
     assert not (read - {"architectures", "model_type", "torch_dtype", "dtype"}) & HARMLESS
 
@@ -90,8 +90,8 @@ def others(value: Any) -> list[Any]:
 def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> None:
     table, raw = families()[family], complete(family)
     before = fields_of(table.read_hf(raw))
-    unheard = set()
-    for key in sorted({key for words in table.keys for key in words.keys}):
+    unnoticed = set()
+    for key in sorted({key for declared in table.keys for key in declared.names}):
         for other in others(raw.get(key)):
             try:
                 if fields_of(table.read_hf({**raw, key: other})) != before:
@@ -99,5 +99,5 @@ def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> N
             except (CheckpointError, TypeError, ValueError, AttributeError, KeyError):
                 break
         else:
-            unheard.add((family, key))
-    assert unheard <= SILENT
+            unnoticed.add((family, key))
+    assert unnoticed <= SILENT

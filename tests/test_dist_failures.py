@@ -179,11 +179,11 @@ def test_core_0_19_keeps_its_common_state_in_an_object(checkpoint: Path) -> None
     """As that release writes it: no common.pt, two keys in metadata.json."""
     version = checkpoint / "iter_0000010"
     before = megaconv.fingerprint(checkpoint).weights
-    envelope = torch_zip.plan([torch_zip.read(version / "common.pt")], "archive")
+    archive = torch_zip.plan([torch_zip.read(version / "common.pt")], "archive")
     (version / "common.pt").unlink()
     (version / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    size = envelope.size
-    (version / "__9_0.distcp").write_bytes(b"".join(data for _, data in envelope.frame({})))
+    size = archive.size
+    (version / "__9_0.distcp").write_bytes(b"".join(data for _, data in archive.headers({})))
 
     def add(state: State) -> None:
         name = "common_state/shard_0_1"

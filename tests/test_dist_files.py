@@ -10,7 +10,7 @@ from formats import safetensors, torch_dist
 from formats.chunked import ChunkedTensor
 from formats.tensor import Box, FileTensor, read_tensor
 from megaconv.families import families
-from megaconv.megatron.distributed.chunks import cut
+from megaconv.megatron.distributed.chunks import chunks_of
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor, Region, native_tensors
@@ -115,7 +115,7 @@ def test_from_format_to_format_the_model_stays_the_same(name: str, sizes: dict[s
 def test_a_tensor_with_an_inner_axis_keeps_it_in_its_chunks() -> None:
     """A convolution [channels, 1, kernel], as the two ranks read it that have half of the channels each."""
     conv = NativeTensor("conv", {"conv": (Region(Box(0, 6, 0, 3), 0),)}, (6, 1, 3), tp=0)
-    found = [(chunk.offset, chunk.shape, chunk.parts) for chunk in cut(conv, "conv", (4,), "float32", 2)]
+    found = [(chunk.offset, chunk.shape, chunk.parts) for chunk in chunks_of(conv, "conv", (4,), "float32", 2)]
     assert found == [
         ((4, 0, 0, 0), (1, 3, 1, 3), {"conv": (Region(Box(0, 3, 0, 3), 0),)}),
         ((4, 3, 0, 0), (1, 3, 1, 3), {"conv": (Region(Box(3, 6, 0, 3), 0),)}),

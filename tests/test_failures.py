@@ -126,7 +126,7 @@ def test_a_directory_without_weights_is_refused(model: Path) -> None:
 
 def test_a_directory_without_anything_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert_convert_refuses(tmp_path / "model", 2, "no checkpoint", "config.json")
+    assert_convert_refuses(tmp_path / "model", 2, "not a checkpoint", "config.json")
 
 
 def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -426,8 +426,8 @@ def test_a_checkpoint_that_is_legacy_in_part_is_refused(ckpt: Path) -> None:
 @pytest.mark.parametrize("word", ["7", "5000000000000", "9" * 300, "9" * 4000, "release"])
 def test_a_tracker_that_points_nowhere_is_refused(ckpt: Path, word: str) -> None:
     (ckpt / "latest_checkpointed_iteration.txt").write_text(word)
-    told = word if len(word) < 18 else f"{len(word)} characters"
-    assert_convert_refuses(ckpt, 3, "latest_checkpointed_iteration.txt", told, saver="hf")
+    message = word if len(word) < 18 else f"{len(word)} characters"
+    assert_convert_refuses(ckpt, 3, "latest_checkpointed_iteration.txt", message, saver="hf")
 
 
 @pytest.mark.parametrize("content", [b"", b"five", b"-1", b"1.0", b"../..", b"\xff\xfe", b"1\n2", b"\0", "²".encode()])

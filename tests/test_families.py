@@ -320,7 +320,7 @@ CASES = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {},
         NotExpressible,
-        "latent attention, which knows yarn",
+        "latent attention, which supports yarn only",
     ),
     Refused(
         "deepseek_v2", {"topk_method": "group_limited_greedy"}, {}, NotExpressible, "ranks groups by their best expert"
@@ -339,7 +339,7 @@ CASES = [
     Refused(
         "smollm3", {"no_rope_layers": [1]}, {}, CorruptCheckpoint, "no_rope_layers lists 1 layers, the model has 3"
     ),
-    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are known"),
+    Refused("gemma", {"use_bidirectional_attention": True}, {}, NotExpressible, "only decoders are supported"),
     Refused(
         "gemma", {"architectures": ["Gemma3nForCausalLM"]}, {}, UnknownFamily, "can't be converted: of Gemma 3, only"
     ),

@@ -1,4 +1,4 @@
-"""config.json in two dialects: read, written, refused."""
+"""config.json in two versions: read, written, refused."""
 
 import json
 from dataclasses import replace
@@ -164,11 +164,11 @@ def test_a_feature_without_a_place_in_config_json_is_refused(name: str, features
         ({"architectures": None, "model_type": None}, "no architecture"),
     ],
 )
-def test_an_unknown_architecture_is_told_what_is_known(keys: Raw, asked: str) -> None:
+def test_an_unknown_architecture_gets_a_list_of_what_is_supported(keys: Raw, asked: str) -> None:
     with pytest.raises(UnknownFamily) as caught:
         family_of_hf(raw_config("llama") | keys, "m/config.json")
     message = str(caught.value)
-    assert message.startswith(f"m/config.json: architecture {asked} is not known; known are ")
+    assert message.startswith(f"m/config.json: architecture {asked} is not supported; supported: ")
     for table in families().values():
         assert all(name in message for name in table.architectures)
 

@@ -220,7 +220,7 @@ def test_a_name_that_is_neither_here_nor_there_is_told_so(online: Hub) -> None:
 
 @pytest.mark.parametrize("place", ["hf://name", "hf://", "hf://a/b/c", "hf://org/na me"])
 def test_what_is_no_hub_id_is_refused_without_asking(online: Hub, place: str) -> None:
-    assert_refused(megaconv("inspect", place), 2, "is no Hub id; expected hf://organisation/name")
+    assert_refused(megaconv("inspect", place), 2, "is not a Hub id; expected hf://organisation/name")
 
 
 @pytest.mark.parametrize("place", ["org/name", "hf://org/name"])

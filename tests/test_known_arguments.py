@@ -246,7 +246,7 @@ def test_a_refused_argument_is_named_with_its_value_and_what_it_computes(name: s
 def test_what_is_off_changes_nothing(name: str, real: Read) -> None:
     expected = real.config()
     for value in REFUSED[name].accepted:
-        if name != "softmax_type":  # of which the tensors tell
+        if name != "softmax_type":  # which the tensors show
             assert real.config(**{name: value}) == expected
             assert real.config(**{name: [value, value]}) == expected
 

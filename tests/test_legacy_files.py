@@ -25,7 +25,7 @@ from tests.put_together import assert_holds, rank_files
 NEW = sorted(path.name for path in FIXTURES.glob("legacy-*"))
 OLD = sorted(path.name for path in FIXTURES.glob("old-gpt2-*"))
 LOAD = LoadOptions(true_vocab_size=100)
-"""Old files don't tell."""
+"""Old files don't say."""
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -212,7 +212,7 @@ def test_a_version_without_grouped_queries_can_not_have_them(tmp_path: Path) -> 
 def test_an_unknown_version_is_refused(version: object, tmp_path: Path) -> None:
     out = to_legacy(FIXTURES / "legacy-llama-tp2pp2" / "checkpoint", tmp_path / "out")
     edit_ranks(out, lambda state: state.update(checkpoint_version=version))
-    with pytest.raises(CorruptCheckpoint, match=r"mp_rank_00_000.*checkpoint_version.*known are 0, 1, 2 and 3"):
+    with pytest.raises(CorruptCheckpoint, match=r"mp_rank_00_000.*checkpoint_version.*known: 0, 1, 2 and 3"):
         open_checkpoint(out)
 
 

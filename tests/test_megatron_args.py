@@ -120,9 +120,9 @@ def test_tensors_are_believed_where_arguments_say_something_else() -> None:
         (
             {"layernorm_zero_centered_gamma": True},
             UnknownFamily,
-            "no model family that is known.*(zero_centered|gelu_tanh)",
+            "no supported model family.*(zero_centered|gelu_tanh)",
         ),
-        ({"apply_layernorm_1p": True}, UnknownFamily, "no model family that is known.*(zero_centered|gelu_tanh)"),
+        ({"apply_layernorm_1p": True}, UnknownFamily, "no supported model family.*(zero_centered|gelu_tanh)"),
         ({"softmax_type": "off-by-one"}, UnknownFamily, "softmax_type is 'off-by-one'"),
         ({"activation_func_clamp_value": 7.0}, UnknownFamily, "the model has clamped"),
         ({"glu_linear_offset": 1.0}, UnknownFamily, "the model has clamped"),

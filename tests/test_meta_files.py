@@ -221,7 +221,7 @@ def test_a_round_trip_over_megatron_gives_the_same_files(args: Args, tmp_path: P
     assert before == after
 
 
-def test_blocks_that_cut_heads_apart_make_no_difference(tmp_path: Path) -> None:
+def test_blocks_that_split_heads_make_no_difference(tmp_path: Path) -> None:
     args = Args(dim=192, n_heads=4, n_kv_heads=2, vocab=100)
     meta = write_meta(tmp_path / "meta", args, shards=2)
     for name, memory in (("small", 4 * 4096), ("large", 1 << 28)):
@@ -357,7 +357,7 @@ def test_published_widths_are_spelled_as_meta_spells_them(
 
 
 @pytest.mark.parametrize("ffn", [1, 7, 56, 97, 2816, 11007, 100001])
-def test_any_width_has_words(ffn: int, tmp_path: Path) -> None:
+def test_any_width_is_representable(ffn: int, tmp_path: Path) -> None:
     config = open_source(write_llama(tmp_path / "hf", layers=1))[1].header.config
     words = write_params(changed(config, {"mlp.ffn": ffn}), "meta", allow_lossy=False)
     assert ffn_width(32, words["multiple_of"], words.get("ffn_dim_multiplier")) == ffn
@@ -474,7 +474,7 @@ def test_copies_of_a_norm_that_differ_are_refused(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["meta", "mistral"])
-def test_a_model_that_params_json_has_no_words_for_is_refused(
+def test_a_model_that_params_json_cannot_represent_is_refused(
     kind: str, extra: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     hf = write_llama(tmp_path / "hf", extra_config=extra)

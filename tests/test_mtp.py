@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: what Megatron computes with them, and where they come from and go to."""
+"""MTP layers, which predict further tokens: what Megatron computes with them, and where they come from and go to."""
 
 import json
 import shutil

@@ -206,7 +206,7 @@ def test_the_optimizers_of_experts_and_of_the_rest_survive_any_expert_layout(
     assert isinstance(state, list) == (sizes["ep"] > 1)
 
 
-def test_legacy_models_carry_their_optimizer_too(tied: Path, tmp_path: Path) -> None:
+def test_legacy_models_keep_their_optimizer_too(tied: Path, tmp_path: Path) -> None:
     megaconv.convert(tied, tmp_path / "legacy", saver="legacy", tp=2, pp=2)
     megaconv.convert(tmp_path / "legacy", tmp_path / "back", saver="core", tp=1, pp=1, distributed_optimizer=True)
     assert prints(tmp_path / "legacy") == prints(tmp_path / "back") == prints(tied)
@@ -407,7 +407,7 @@ def test_groups_in_another_order_are_told_apart_by_their_values(plain: Path, tie
 def test_a_learning_rate_of_their_own_for_embedding_and_head_goes_along(
     plain: Path, tied: Path, tmp_path: Path
 ) -> None:
-    """Of core 0.6 to 0.15, which says so; 0.16 tells it by max_lr, and has that group before the one without decay."""
+    """Of core 0.6 to 0.15, which says so; 0.16 shows it by max_lr, and has that group before the one without decay."""
 
     def apart(state: dict[str, Any]) -> None:
         groups, masters = state["optimizer"]["optimizer"]["param_groups"], state["optimizer"]["fp32_from_fp16_params"]

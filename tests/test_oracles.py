@@ -333,11 +333,11 @@ def test_a_distributed_checkpoint_of_megatron_computes_the_same_from_ours(
     assert_close(megatron.logits(ours, stored["input_ids"])[..., : expected.shape[-1]], expected)
 
 
-# config.json in two dialects.
+# config.json in two versions.
 
 
 @dataclass(frozen=True)
-class Dialects:
+class BothVersions:
     """One model's config.json as transformers 4 writes it, and as transformers 5 does; common: what both say alike."""
 
     model_type: str
@@ -351,36 +351,38 @@ class Dialects:
         return {**common, "torch_dtype": "bfloat16", **self.old}, {**common, "dtype": "bfloat16", **self.new}
 
 
-DIALECTS = {
-    "llama 2": Dialects("llama", {}, {"rope_scaling": None, "rope_theta": 5000.0}, rope(5000.0)),
-    "llama 3": Dialects(
+BOTH_VERSIONS = {
+    "llama 2": BothVersions("llama", {}, {"rope_scaling": None, "rope_theta": 5000.0}, rope(5000.0)),
+    "llama 3": BothVersions(
         "llama",
         {"head_dim": 8, "attention_bias": False},
         {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
         rope(500000.0, **LLAMA3),
     ),
-    "llama, linear": Dialects(
+    "llama, linear": BothVersions(
         "llama",
         {"attention_bias": True, "mlp_bias": True},
         {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 5000},
         rope(5000.0, rope_type="linear", factor=2.5),
     ),
-    "llama, without a word on positions": Dialects("llama", {}, {}, rope(10000.0)),
-    "mistral": Dialects("mistral", {"sliding_window": WINDOW}, {"rope_theta": 5e3}, {"head_dim": 8, **rope(5e3)}),
-    "mistral, no window": Dialects("mistral", {"sliding_window": None, "head_dim": 12}, {"rope_theta": 1e6}, rope(1e6)),
-    "qwen 2": Dialects(
+    "llama, without a word on positions": BothVersions("llama", {}, {}, rope(10000.0)),
+    "mistral": BothVersions("mistral", {"sliding_window": WINDOW}, {"rope_theta": 5e3}, {"head_dim": 8, **rope(5e3)}),
+    "mistral, no window": BothVersions(
+        "mistral", {"sliding_window": None, "head_dim": 12}, {"rope_theta": 1e6}, rope(1e6)
+    ),
+    "qwen 2": BothVersions(
         "qwen2",
         {"use_sliding_window": False, "max_window_layers": 3},
         {"rope_theta": 1e6, "sliding_window": 4096},
         {"sliding_window": None, **windows(LAYERS), **rope(1e6)},
     ),
-    "qwen 2, windows": Dialects(
+    "qwen 2, windows": BothVersions(
         "qwen2",
         {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": WINDOW},
         {"rope_theta": 1e6},
         {**windows(3), **rope(1e6)},
     ),
-    "qwen 3": Dialects(
+    "qwen 3": BothVersions(
         "qwen3",
         {"head_dim": 12, "attention_bias": False, "tie_word_embeddings": True, "sliding_window": None},
         {"rope_scaling": None, "rope_theta": 1000000},
@@ -434,9 +436,9 @@ def assert_same_meaning(raw: Mapping[str, Any], directory: Path) -> None:
     assert {name: value_of(found, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-def test_both_dialects_of_config_json_mean_the_same(name: str, tmp_path: Path) -> None:
-    old, new = DIALECTS[name].files()
+@pytest.mark.parametrize("name", BOTH_VERSIONS)
+def test_both_versions_of_config_json_mean_the_same(name: str, tmp_path: Path) -> None:
+    old, new = BOTH_VERSIONS[name].files()
     assert read(old) == read(new)
     assert_same_meaning(old, tmp_path / "old")
     assert_same_meaning(new, tmp_path / "new")

@@ -52,11 +52,11 @@ def test_a_script_in_such_a_directory_can_use_megaconv_and_is_told_once(project:
     write_llama(project / "model")
     done = script(project, "import megaconv\nprint(megaconv.inspect('model').header.config.family)\n")
     assert (done.returncode, done.stdout) == (0, "llama\n")
-    told = [line for line in done.stderr.splitlines() if "megaconv's own" in line]
-    assert len(told) == 1
-    assert "script.py:1:" in told[0]
+    reported = [line for line in done.stderr.splitlines() if "megaconv's own" in line]
+    assert len(reported) == 1
+    assert "script.py:1:" in reported[0]
     for name in NAMES:
-        assert str(project / name) in told[0]
+        assert str(project / name) in reported[0]
 
 
 def test_a_script_that_uses_its_own_first_is_told_what_clashes(project: Path) -> None:

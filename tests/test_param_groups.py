@@ -1,4 +1,4 @@
-"""Parameter groups with settings of their own go along where the output can tell them apart, and are refused elsewhere."""
+"""Parameter groups with settings of their own go along where the output can distinguish them, and are refused elsewhere."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -3,11 +3,13 @@
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+import megaconv
 from formats.torch_zip import TorchZipLayout
-from megaconv.errors import TensorMismatch
+from megaconv.errors import CorruptCheckpoint, LayoutError, TensorMismatch
 from megaconv.families import families
 from megaconv.model.check import same_names
 from megaconv.model.ir import Header, Key, TensorInfo
@@ -17,6 +19,7 @@ from megaconv.model.natives import RankTensors, native_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import SaveOptions
 from megaconv.registry import saver
+from tests.models import write_llama
 from tests.test_table import everything
 
 FAMILY = "qwen3_moe"
@@ -69,3 +72,17 @@ def test_names_of_a_very_large_model_are_compared_in_no_time() -> None:
     with pytest.raises(TensorMismatch, match=r"1 tensors are missing: model\.layers\.199\.mlp\.experts\.255\.weight$"):
         same_names(names, dict.fromkeys(names[:-1]), "here")
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("form", ["hf", "core"])
+def test_sizes_that_cannot_be_sharded_are_refused_before_any_tensor_is_looked_up(form: str, tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf")
+    if form == "core":
+        megaconv.convert(source, tmp_path / "core", saver="core", tp=2)
+        source = tmp_path / "core"
+    for weights in [*source.rglob("*.safetensors"), *source.rglob("*.pt")]:
+        weights.write_bytes(b"no checkpoint at all")
+    with pytest.raises(LayoutError, match="heads = 8 can't be divided"):
+        megaconv.convert(source, tmp_path / "out", saver="core", tp=3)
+    with pytest.raises(CorruptCheckpoint):
+        megaconv.convert(source, tmp_path / "out", saver="core", tp=4)

@@ -150,7 +150,7 @@ def test_a_checkpoint_that_fits_a_family_of_ours_is_not_another_packages(
 
 def test_without_the_package_its_family_is_unknown(tmp_path: Path) -> None:
     model = write_pebble_model(tmp_path / "model")
-    with pytest.raises(UnknownFamily, match="PebbleForCausalLM is not known"):
+    with pytest.raises(UnknownFamily, match="PebbleForCausalLM is not supported"):
         megaconv.inspect(model)
 
 
@@ -228,12 +228,12 @@ def test_options_are_checked_by_name_and_by_their_owner(llama: Path, tmp_path: P
     command = ["convert", "--load-dir", llama, "--save-dir", tmp_path / "out"]
     with unchanged(llama):
         unknown = run(*command, "--saver", "pebble", "--option", "colour=red")
-        assert_refused(unknown, 2, "--option colour", "loader hf knows none; saver pebble knows alignment")
+        assert_refused(unknown, 2, "--option colour", "loader hf takes none; saver pebble takes alignment")
         assert_refused(run(*command, "--saver", "pebble", "--option", "alignment=0"), 2, "alignment=0")
         assert_refused(run(*command, "--saver", "pebble", "--option", "alignment"), 2, "key=value")
-        assert_refused(run(*command, "--saver", "core", "--option", "alignment=8"), 2, "saver core knows none")
-        assert_refused(run("inspect", llama, "--option", "store=x"), 2, "loader hf knows none")
-        assert_refused(run("diff", llama, llama, "--option", "store=x"), 2, "loader hf of A knows none")
+        assert_refused(run(*command, "--saver", "core", "--option", "alignment=8"), 2, "saver core takes none")
+        assert_refused(run("inspect", llama, "--option", "store=x"), 2, "loader hf takes none")
+        assert_refused(run("diff", llama, llama, "--option", "store=x"), 2, "loader hf of A takes none")
 
 
 @pytest.mark.usefixtures("pebble")
@@ -263,7 +263,7 @@ def test_every_command_takes_a_uri(store: Path, llama: Path, tmp_path: Path) -> 
     assert run("diff", llama, uri, "--loader-b", "pebble", *option).status == 0
     convert(uri, tmp_path / "core", "--saver", "core", "--tp", 2, "--resume", "--verify", *option)
     assert json.loads((tmp_path / "core" / "megaconv.json").read_text())["source"]["path"] == uri
-    assert_refused(run("verify", uri, *option), 3, "beside a URI", "megaconv diff")
+    assert_refused(run("verify", uri, *option), 3, "a URI has no record", "megaconv diff")
 
 
 def test_a_run_of_a_uri_is_resumed_only_while_the_loader_knows_it_unchanged(
@@ -272,7 +272,7 @@ def test_a_run_of_a_uri_is_resumed_only_while_the_loader_knows_it_unchanged(
     forgetful = lambda *args, **words: Header(*args, **words | {"revision": None})  # noqa: E731
     monkeypatch.setattr(f"{PACKAGE}.loader.Header", forgetful)
     command = ["convert", "--load-dir", "pebble://team/model", "--saver", "hf", "--option", f"store={store}"]
-    assert_refused(run(*command, "--save-dir", tmp_path / "out", "--resume"), 2, "--resume", "doesn't tell whether")
+    assert_refused(run(*command, "--save-dir", tmp_path / "out", "--resume"), 2, "--resume", "can't detect whether")
     assert run(*command, "--save-dir", tmp_path / "out").status == 0
 
 

@@ -1,4 +1,4 @@
-"""Conversions by several processes: the same files as by one, and whatever ends one rank ends all, told once."""
+"""Conversions by several processes: the same files as by one, and whatever ends one rank ends all, reported once."""
 
 import errno
 import os
@@ -136,16 +136,16 @@ def complete_outcome(command: list[object]) -> dict[str, str]:
     return made
 
 
-def assert_told_once(outcomes: list[Outcome], *words: str, teller: int | None = None) -> None:
+def assert_reported_once(outcomes: list[Outcome], *words: str, reporter: int | None = None) -> None:
     """Every rank failed, one of them said why in one line, none printed a stack trace or a result."""
     assert all(outcome.status for outcome in outcomes), outcomes
     assert not any(outcome.out or "Traceback" in outcome.err for outcome in outcomes), outcomes
     lines = [(rank, line) for rank, outcome in enumerate(outcomes) for line in outcome.err.splitlines()]
-    told = [(rank, line) for rank, line in lines if line.startswith("megaconv: ")]
-    assert len(told) == 1, told
-    assert teller in (None, told[0][0])
+    reported = [(rank, line) for rank, line in lines if line.startswith("megaconv: ")]
+    assert len(reported) == 1, reported
+    assert reporter in (None, reported[0][0])
     for word in words:
-        assert word in told[0][1]
+        assert word in reported[0][1]
 
 
 def slow(seconds: float = 0.2, marker: Path | None = None) -> Fault:
@@ -232,7 +232,7 @@ def test_a_dry_run_is_printed_once(model: Path, folder: Path) -> None:
 def test_a_broken_source_is_told_once(model: Path, folder: Path) -> None:
     (model / "config.json").write_text("{")
     with unchanged(model.parent):
-        assert_told_once(Fleet(folder, 3, command(model), {}).outcomes(), "config.json")
+        assert_reported_once(Fleet(folder, 3, command(model), {}).outcomes(), "config.json")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -246,7 +246,7 @@ def test_a_rank_whose_disk_is_full_ends_all_with_that_cause(model: Path, folder:
     with unchanged(model.parent):
         faults = {other: slow() for other in range(3)} | {rank: fill}
         outcomes = Fleet(folder, 3, command(model), faults).outcomes()
-    assert_told_once(outcomes, "disk is full", teller=rank)
+    assert_reported_once(outcomes, "disk is full", reporter=rank)
     assert outcomes[rank].status == 5
 
 
@@ -258,7 +258,7 @@ def test_a_rank_that_fails_last_leaves_nothing_finished(model: Path, folder: Pat
         StagedFile.sync = broken  # type: ignore[method-assign]
 
     with unchanged(model.parent):
-        assert_told_once(Fleet(folder, 2, command(model), {1: fail}).outcomes(), os.strerror(errno.EIO), teller=1)
+        assert_reported_once(Fleet(folder, 2, command(model), {1: fail}).outcomes(), os.strerror(errno.EIO), reporter=1)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -269,7 +269,7 @@ def test_a_rank_that_is_killed_ends_the_others(model: Path, folder: Path, rank: 
         outcomes = fleet.outcomes()
         assert time.monotonic() - started < 10
     assert outcomes[rank].status == -signal.SIGKILL
-    assert_told_once(outcomes, f"rank {rank} ended without a word")
+    assert_reported_once(outcomes, f"rank {rank} ended without reporting an error")
 
 
 def test_ranks_whose_launcher_is_killed_end_with_one_line(
@@ -281,8 +281,8 @@ def test_ranks_whose_launcher_is_killed_end_with_one_line(
         fleet.kill_launcher()
         outcomes = fleet.outcomes()
         assert 1 < time.monotonic() - started < 10
-    assert_told_once(
-        outcomes, "the store of the rendezvous", "was the process that started the ranks killed?", teller=0
+    assert_reported_once(
+        outcomes, "the store of the rendezvous", "was the process that started the ranks killed?", reporter=0
     )
 
 
@@ -290,7 +290,7 @@ def test_with_resume_they_keep_what_they_have_done(model: Path, folder: Path, mo
     monkeypatch.setattr(store_watch, "SILENT_SECONDS", 1.0)
     with under_way(folder, command(model, "--resume"), launcher=True) as fleet:
         fleet.kill_launcher()
-        assert_told_once(fleet.outcomes(), "the store of the rendezvous")
+        assert_reported_once(fleet.outcomes(), "the store of the rendezvous")
     assert (model.parent / ".out.megaconv-partial" / "journal-2.jsonl").is_file()
     outcomes = Fleet(folder, 3, command(model, "--resume"), {}, launcher=True).outcomes()
     assert [outcome.status for outcome in outcomes] == [0] * 3, outcomes
@@ -302,7 +302,7 @@ def test_a_rank_that_is_killed_with_the_launcher_ends_the_others(model: Path, fo
         fleet.kill_launcher()
         os.kill(fleet.ranks[0], signal.SIGKILL)
         outcomes = fleet.outcomes()
-    assert_told_once(outcomes, "rank 0 ended without a word", teller=1)
+    assert_reported_once(outcomes, "rank 0 ended without reporting an error", reporter=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -334,7 +334,7 @@ def test_sigterm_to_one_rank_or_to_all_is_told_once(model: Path, folder: Path, r
         for rank in ranks:
             os.kill(fleet.ranks[rank], signal.SIGTERM)
         outcomes = fleet.outcomes()
-    assert_told_once(outcomes, "interrupted")
+    assert_reported_once(outcomes, "interrupted")
     assert sorted(outcome.status for outcome in outcomes) == [1, 1, 130]
 
 
@@ -346,7 +346,7 @@ def test_ranks_that_disagree_are_refused(model: Path, folder: Path, what: str) -
         sys.argv += ["--load-dir", str(other)] if what == "source" else ["--make-vocab-size-divisible-by", "4"]
 
     with unchanged(model.parent):
-        assert_told_once(Fleet(folder, 2, command(model), {1: differ}).outcomes(), "rank 1", f"another {what}")
+        assert_reported_once(Fleet(folder, 2, command(model), {1: differ}).outcomes(), "rank 1", f"different {what}")
 
 
 # Resuming.
@@ -368,7 +368,7 @@ def test_killed_ranks_can_be_resumed(model: Path, folder: Path) -> None:
             break
         time.sleep(0.01)
     os.kill(fleet.ranks[1], signal.SIGKILL)
-    assert_told_once(fleet.outcomes(), "rank 1 ended")
+    assert_reported_once(fleet.outcomes(), "rank 1 ended")
     assert not (model.parent / "out").exists()
     done = [journal.read_text().count("\n") for journal in journals]
     assert min(done) > 4
@@ -463,4 +463,4 @@ def test_torchrun_itself_starts_ranks_anew(model: Path, folder: Path) -> None:
     done = torchrun(model, program=("--max-restarts", "1", str(folder / "fails_at_first.py")))
     assert done.returncode == 0, done.stderr
     assert snapshot(model.parent / "out") == expected
-    assert "rank 1 ended without a word" in done.stderr
+    assert "rank 1 ended without reporting an error" in done.stderr

@@ -355,7 +355,7 @@ def edit_args(root: Path, edit: Callable[[Namespace], None]) -> None:
 
 
 def without_true_vocab(tmp_path: Path) -> Path:
-    """A core checkpoint of 100 padded to 112 tokens that doesn't tell how many of them are real."""
+    """A core checkpoint of 100 padded to 112 tokens that doesn't say how many of them are real."""
     core = convert(
         write_llama(tmp_path / "hf", vocab=100), tmp_path / "core", tp=2, pp=2, vocab_divisor=8, vocab_padding="zero"
     )
@@ -401,7 +401,7 @@ def test_a_true_vocabulary_size_that_cannot_be_is_refused(size: int, tmp_path: P
         convert(core, tmp_path / "out", "hf", LoadOptions(true_vocab_size=size))
 
 
-def test_a_hugging_face_source_has_no_padding_to_cut(tmp_path: Path) -> None:
+def test_a_hugging_face_source_has_no_padding_to_remove(tmp_path: Path) -> None:
     hf = write_llama(tmp_path / "hf", vocab=100)
     with pytest.raises(UsageError, match="--true-vocab-size is for Megatron checkpoints"):
         convert(hf, tmp_path / "out", "core", LoadOptions(true_vocab_size=90))

@@ -137,7 +137,7 @@ def test_every_field_comes_back_from_config_json_or_is_refused_by_name(family: s
             assert any(name in message for name in named), f"{field} = {value!r}: {message}"
             refused.add(field)
         else:
-            assert not lost_fields(variant, back), f"{field} = {value!r} was dropped unheard"
+            assert not lost_fields(variant, back), f"{field} = {value!r} was dropped unnoticed"
             kept.add(field)
     assert {"vocab", "max_positions"} <= kept
     assert "layers.mixer" in refused
@@ -162,7 +162,7 @@ def test_every_field_comes_back_from_megatrons_arguments_or_is_refused(family: s
             back = told_again(variant, legacy=legacy)
         except CheckpointError:
             continue
-        assert not lost_fields(variant, back, but=NOT_COMPUTED), f"{field} = {value!r} was dropped unheard"
+        assert not lost_fields(variant, back, but=NOT_COMPUTED), f"{field} = {value!r} was dropped unnoticed"
         kept.add(field)
     assert kept or family in ("bert", "t5") or (legacy and not families()[family].rows[0].spelling(LEGACY))
 
@@ -190,7 +190,7 @@ def test_a_family_is_recognized_by_its_own_declaration_and_by_no_other(family: s
     assert recognize(config).name == family
 
 
-def test_a_model_that_no_family_has_is_told_the_nearest() -> None:
+def test_a_model_that_no_family_has_gets_the_nearest_named() -> None:
     odd = changed(model("llama"), {"attention.sinks": True})
     with pytest.raises(UnknownFamily, match="the nearest is llama, and differs in: the model has sinks"):
         recognize(odd)

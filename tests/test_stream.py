@@ -155,13 +155,13 @@ def stream(header: Header) -> Stream:
     return stream
 
 
-def test_a_tensor_that_was_not_announced_is_named(stream: Stream) -> None:
-    with pytest.raises(TensorMismatch, match=r"^x: .*doesn't announce"):
+def test_a_tensor_that_was_not_in_the_manifest_is_named(stream: Stream) -> None:
+    with pytest.raises(TensorMismatch, match=r"^x: .*doesn't list"):
         stream.put(Key("x"), Lazy())
 
 
-def test_a_slot_that_was_not_announced_is_named(stream: Stream) -> None:
-    with pytest.raises(TensorMismatch, match=r"^a \(exp_avg\): .*doesn't announce"):
+def test_a_slot_that_was_not_in_the_manifest_is_named(stream: Stream) -> None:
+    with pytest.raises(TensorMismatch, match=r"^a \(exp_avg\): .*doesn't list"):
         stream.put(Key("a", "exp_avg"), Lazy())
 
 
@@ -174,11 +174,11 @@ def test_a_doubled_tensor_is_named(stream: Stream) -> None:
 @pytest.mark.parametrize(
     "tensor", [Lazy((3, 2)), Lazy((6,)), Lazy((2, 3, 1)), Lazy(dtype="bfloat16"), np.zeros((2, 3))]
 )
-def test_a_tensor_that_is_not_as_announced_is_named_with_both_descriptions(stream: Stream, tensor: Any) -> None:
+def test_a_tensor_that_is_not_as_declared_is_named_with_both_descriptions(stream: Stream, tensor: Any) -> None:
     shape, dtype = list(tensor.shape), str(tensor.dtype)
     with pytest.raises(TensorMismatch) as error:
         stream.put(A, tensor)
-    assert str(error.value) == f"a: announced as [2, 3] float32, sent as {shape} {dtype}"
+    assert str(error.value) == f"a: declared as [2, 3] float32, sent as {shape} {dtype}"
 
 
 def test_missing_tensors_are_named(stream: Stream) -> None:
@@ -204,7 +204,7 @@ def test_a_wrong_count_is_an_error(stream: Stream, count: int) -> None:
 
 @pytest.mark.parametrize("nothing", [None, 7, "a word", [1.0, 2.0], b"bytes"])
 def test_something_that_is_no_tensor_is_an_error(stream: Stream, nothing: object) -> None:
-    with pytest.raises(TensorMismatch, match="is no tensor"):
+    with pytest.raises(TensorMismatch, match="is not a tensor"):
         stream.put(A, nothing)
 
 
@@ -384,13 +384,13 @@ class Broken:
 
 
 class Shy(PlainFile):
-    """A file whose frame can't be had."""
+    """A file whose headers can't be made."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(b"content")
         self._error = error
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         raise self._error
 
 

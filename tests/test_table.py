@@ -62,7 +62,7 @@ EVERYTHING = from_fields(
 
 
 def everything(family: str, naming: Naming = CORE) -> ModelConfig:
-    """A model that has every row of a family's table that a naming has words for."""
+    """A model that has every row of a family's table that a naming scheme can represent."""
     dense = {name: field for name, field in FEATURES.items() if not field.startswith("experts.")}
     config = replace(
         changed(EVERYTHING, {field: speaks_of(family, naming, name) for name, field in dense.items()}), family=family
@@ -543,26 +543,28 @@ def test_a_shape_evaluates_to_numbers(shape: str, sizes: Shape) -> None:
     assert evaluate(shape, EVERYTHING.sizes()) == sizes
 
 
-def test_a_row_without_a_word_in_the_naming_is_not_expressible() -> None:
+def test_a_row_without_a_name_in_the_naming_scheme_is_not_expressible() -> None:
     rows = (Row("extra.weight", ("hidden",), hf="extra.weight"),)
-    with pytest.raises(NotExpressible, match=r"extra\.weight: the core naming has no words"):
+    with pytest.raises(
+        NotExpressible, match=r"extra\.weight: this tensor can't be represented in the naming scheme core"
+    ):
         list(native_tensors(rows, EVERYTHING, CORE, Layout(), 0, Chunk(0, 0, 0, 2, True, True), 16))
 
 
 def test_a_naming_without_words_for_a_feature_is_expressible_but_not_for_that_model() -> None:
     rows = families()["llama"].rows
     assert expressible(rows, META)
-    with pytest.raises(NotExpressible, match="the meta naming has no words for qkv_bias"):
+    with pytest.raises(NotExpressible, match="qkv_bias can't be represented in the naming scheme meta"):
         list(native_tensors(rows, EVERYTHING, META, Layout(), 0, Chunk(0, 0, 0, 2, True, True), 16))
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"core_locale": "a"}, "'core_locale' is no naming scheme's key"),
+        ({"core_locale": "a"}, "'core_locale' is not a naming scheme's key"),
         ({"hf": Fused("a", members=(0,))}, "hf has to hold each of its tensors once"),
         ({"hf": (Fused("a", members=(0, 1)), Fused("b", members=(1,)))}, "hf has to hold each of its tensors once"),
-        ({"stage": "middle"}, "'middle' is no stage"),
+        ({"stage": "middle"}, "'middle' is not a stage"),
         ({"copies": (Copied("head"),)}, "only a row of one tensor can have copies"),
     ],
 )
@@ -572,9 +574,9 @@ def test_a_table_that_cannot_be_meant_is_an_error_when_it_is_made(wrong: dict[st
 
 
 def test_a_copy_in_no_known_place_and_an_unknown_naming_scheme_are_errors() -> None:
-    with pytest.raises(ValueError, match="'elsewhere' is no place of a second copy"):
+    with pytest.raises(ValueError, match="'elsewhere' is not a place of a copy"):
         Copied("elsewhere")
-    with pytest.raises(ValueError, match="'core_locale' is no key"):
+    with pytest.raises(ValueError, match="'core_locale' is not a key"):
         Naming("core", ("locale",))
 
 
@@ -600,7 +602,7 @@ def test_a_name_that_no_row_has_is_an_error_that_names_it() -> None:
         order("decoder.layers.0.mlp.linear_fc1.scale")
 
 
-# What can't be cut.
+# What can't be sharded.
 
 
 @pytest.mark.parametrize(

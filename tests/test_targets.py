@@ -1,4 +1,4 @@
-"""What --overwrite replaces, and what no output ever replaces: told in one line before a tensor is read."""
+"""What --overwrite replaces, and what no output ever replaces: reported in one line before a tensor is read."""
 
 import os
 import shutil

@@ -28,7 +28,7 @@ def convert(model: Path, *options: object, saver: str = "core") -> Outcome:
     return run("convert", "--load-dir", model, "--saver", saver, "--save-dir", model.parent / "out", *options)
 
 
-# Layouts that the model can't be cut into. The message says what, how large, over how many.
+# Layouts that the model can't be sharded to. The message says what, how large, over how many.
 
 
 @pytest.mark.parametrize(

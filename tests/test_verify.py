@@ -1,4 +1,4 @@
-"""`megaconv verify`: what was written is told from what has changed since, to the last bit."""
+"""`megaconv verify`: what was written is distinguished from what has changed since, to the last bit."""
 
 import json
 from pathlib import Path

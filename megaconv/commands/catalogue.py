@@ -10,7 +10,7 @@ from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
 
 NAMINGS = ("hf", "core", "legacy", "meta")
-"""Every naming that is read is written too."""
+"""Every naming scheme that is read is written too."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Catalogue:
     families: Mapping[str, list[str]]
     """transformers' classes."""
     matrix: Mapping[str, Mapping[str, bool]]
-    """Family -> whether each naming has words for it; from the tables themselves."""
+    """Family -> whether each naming scheme can represent it; from the tables themselves."""
 
     def to_json(self) -> dict[str, Any]:
         kinds = {"loaders": self.loaders, "savers": self.savers}

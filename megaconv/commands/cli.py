@@ -28,7 +28,7 @@ Config = Annotated[
 ]
 TrueVocab = Annotated[
     int | None,
-    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't tell."),
+    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't give it."),
 ]
 
 
@@ -99,7 +99,7 @@ def convert(
     ignored: opt.Ignored = None,
     ignored_flags: opt.IgnoredFlag = False,
 ) -> None:
-    """Convert a checkpoint into another format, naming or parallel layout.
+    """Convert a checkpoint into another format, naming scheme or parallel layout.
 
     The output appears at --save-dir complete or not at all. Sizes that are left out stay as the source has them.
     """
@@ -243,7 +243,7 @@ def fingerprint(
     optimizer: opt.ReadOptimizer = True,
     as_json: Json = False,
 ) -> None:
-    """Hash a model: equal for the same weights in any format, naming and layout. Reads everything.
+    """Hash a model: equal for the same weights in any format, naming scheme and layout. Reads everything.
 
     Optimizer state, where there is any, has a hash of its own.
     """

@@ -39,7 +39,7 @@ Saver = Annotated[
     str,
     typer.Option("--saver", help="What to write: core, legacy, hf or llama_mistral (`megaconv formats` lists all)."),
 ]
-Loader = Annotated[str | None, typer.Option("--loader", help="What to read; found out from the files when left out.")]
+Loader = Annotated[str | None, typer.Option("--loader", help="What to read; detected from the files by default.")]
 LoaderA = Annotated[str | None, typer.Option("--loader-a", help="What to read A with, where it isn't --loader.")]
 LoaderB = Annotated[str | None, typer.Option("--loader-b", help="What to read B with, where it isn't --loader.")]
 Option = Annotated[
@@ -107,7 +107,7 @@ EncoderPp = Annotated[
     typer.Option(
         "--encoder-pipeline-model-parallel-size",
         min=1,
-        help="Of a T5: stages of its encoder, before those of its decoder, which --pp then counts (1 when left out).",
+        help="Of a T5: stages of its encoder, before those of its decoder, which --pp then counts (1 by default).",
     ),
 ]
 
@@ -128,13 +128,13 @@ Grouped = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; left out, every bit stays."),
+    typer.Option("--dtype", help="Cast weights to bf16, fp16 or fp32; by default every bit stays."),
 ]
 Optimizer = Annotated[
     bool | None,
     typer.Option(
         "--optimizer/--no-optimizer",
-        help="Optimizer state goes along; left out, where source and output can both hold it.",
+        help="Convert optimizer state too; by default wherever source and output can both hold it.",
     ),
 ]
 ReadOptimizer = Annotated[
@@ -144,7 +144,7 @@ DistributedOptimizer = Annotated[
     bool | None,
     typer.Option(
         "--use-distributed-optimizer/--no-use-distributed-optimizer",
-        help="Write optimizer state for runs with Megatron's option of this name; left out, in torch_dist alone.",
+        help="Write optimizer state for runs with Megatron's option of this name; by default in torch_dist only.",
     ),
 ]
 VocabDivisor = Annotated[
@@ -163,7 +163,7 @@ CheckpointType = Annotated[
     str | None,
     typer.Option(
         "--checkpoint-type",
-        help="What llama_mistral writes, meta or mistral, or else reads: hf, meta or mistral; found out when left out.",
+        help="What llama_mistral writes, meta or mistral, or else reads: hf, meta or mistral; detected by default.",
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
@@ -172,7 +172,7 @@ DistFiles = Annotated[
     typer.Option(
         "--dist-files",
         min=1,
-        help="Files to share a torch_dist or dcp output out over; as many as --workers unless said.",
+        help="Files to share a torch_dist or dcp output out over; as many as --workers by default.",
     ),
 ]
 Base = Annotated[
@@ -216,7 +216,7 @@ Overwrite = Annotated[
     typer.Option("--overwrite", help="Replace what is at --save-dir, in one step, once the output is complete."),
 ]
 
-# Megatron-LM's converter has these too; a checkpoint tells most of them by itself.
+# Megatron-LM's converter has these too; a checkpoint gives most of them itself.
 Bf16 = Annotated[bool, typer.Option("--bf16", hidden=True)]
 Fp16 = Annotated[bool, typer.Option("--fp16", hidden=True)]
 ModelType = Annotated[str | None, typer.Option("--model-type", hidden=True)]
@@ -246,7 +246,7 @@ def byte_size(text: str) -> int:
     """256MiB, 5GB, 1000000 -> bytes. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS or not float(match[1]):
-        raise UsageError(f"{text!r} is no size; write a number with a unit, such as 256MiB or 5GB")
+        raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -255,7 +255,7 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
-        raise UsageError(f"--layer-split {text!r}: write the layers of each stage parted by commas, such as 3,5,5,3")
+        raise UsageError(f"--layer-split {text!r}: write the layers of each stage separated by commas, such as 3,5,5,3")
     return tuple(int(word) for word in text.replace(" ", "").split(","))
 
 
@@ -293,4 +293,4 @@ def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:
 def check_model_type(model_type: str | None) -> None:
     """Raises UsageError for what can't be read."""
     if model_type not in (None, "GPT"):
-        raise UsageError(f"--model-type {model_type}: only GPT (decoder-only) models are known")
+        raise UsageError(f"--model-type {model_type}: only GPT (decoder-only) models are supported")

@@ -19,7 +19,7 @@ from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
 
 _TEXT = """A checkpoint is a model at rest. Its tensors have names, shapes and values, and every tool has its own idea of
-how they should be called, fused, cut and stored. Converting one means to move every value to its new place, and to
+how they should be named, fused, sharded and stored. Converting one means to move every value to its new place, and to
 change none of them. This small text trains the tokenizer of a small model, which knows nothing and says nothing, but
 has everything that a large one has: an embedding, layers with attention and a gated perceptron, norms, and a head."""
 

@@ -11,7 +11,7 @@ from megaconv.terminal import show
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
+def errors_reported() -> Iterator[None]:
     """Errors that a user can act on end the process here; others are ours, and come through with their traceback."""
     try:
         yield
@@ -47,6 +47,6 @@ def say(text: str) -> None:
 def _end(code: str, message: str) -> NoReturn:
     status = CODES[code].exit_status
     if "--json" in sys.argv[1:]:
-        with suppress(OSError):  # which may be the error that is told
+        with suppress(OSError):  # which may be the error that is reported
             print(json.dumps({"error": {"code": code, "message": message, "exit_status": status}}, indent=1))
     sys.exit(status)

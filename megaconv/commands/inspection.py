@@ -118,8 +118,10 @@ class Inspection:
         found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
         if self.differences is not None:
             others = listing([f"{name} {what}" for name, what in self.differences.items()])
-            said = f"{RECORD_NAME} differs: {others}" if others else f"names and shapes are as {RECORD_NAME} says"
-            found.append(("record", said))
+            description = (
+                f"{RECORD_NAME} differs: {others}" if others else f"names and shapes are as {RECORD_NAME} says"
+            )
+            found.append(("record", description))
         return found
 
 
@@ -164,7 +166,7 @@ def inspect(
     if it has one. Raises CheckpointError."""
     options = options or LoadOptions()
     name, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=False))
-    told = options.config is not None or options.true_vocab_size is not None
-    record = find_record(resolve(str(path))) if check_source and not told else None
+    overridden = options.config is not None or options.true_vocab_size is not None
+    record = find_record(resolve(str(path))) if check_source and not overridden else None
     differences = None if record is None else record.other_tensors(source.header.manifest)
     return Inspection(str(path), name, source.header, differences)

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from formats.signals import ENDING
-from megaconv.commands.endings import errors_told, say
+from megaconv.commands.endings import errors_reported, say
 from megaconv.errors import Interrupted
 from megaconv.terminal import log_to_stderr
 
@@ -22,7 +22,7 @@ def run(command: Callable[[], Any]) -> None:
     hook = sys.unraisablehook
     status: Any = None
     try:
-        with errors_told():
+        with errors_reported():
             try:
                 _prepare()
                 status = command()

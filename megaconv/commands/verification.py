@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from formats.opened import OpenedFiles
 from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
@@ -58,14 +59,17 @@ def verify(
     """
     record = _need_record(resolve(str(path)))
     changed = record.changed_files()
-    try:
-        _, source = open_source(path, loader, options)
-    except CheckpointError as error:
-        if not changed:
-            raise
-        files = listing([f"{name} ({kind})" for name, kind in changed.items()])
-        raise ModelsDiffer(f"{path}: is not as written: {files}; and it can't be opened: {error}") from error
-    found = fingerprint_source(source, workers or default_workers(writing=False), advance)
+    opened = OpenedFiles()
+    with opened:
+        try:
+            _, source = open_source(path, loader, options)
+        except CheckpointError as error:
+            if not changed:
+                raise
+            files = listing([f"{name} ({kind})" for name, kind in changed.items()])
+            raise ModelsDiffer(f"{path}: is not as written: {files}; and it can't be opened: {error}") from error
+        found = fingerprint_source(source, workers or default_workers(writing=False), advance)
+    opened.require_as_stored()
     shapes = {name: what for name, what in record.other_tensors(source.header.manifest).items() if what != "missing"}
     differences = _differences(record.tensors, found) | shapes | changed
     return Verification(
@@ -76,7 +80,7 @@ def verify(
 def _need_record(place: Place) -> Record:
     if isinstance(place, str):
         raise CorruptCheckpoint(
-            f"{place}: nothing can lie beside a URI to verify it against; megaconv diff compares with another checkpoint",
+            f"{place}: a URI has no record beside it to verify it against; megaconv diff compares with another checkpoint",
             code="no-fingerprints",
         )
     record = find_record(place)

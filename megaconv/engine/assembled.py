@@ -47,7 +47,7 @@ class Part(NamedTuple):
                 self.source.read_into(Box(row, row + len(rows), col, col + wanted.cols), rows)
             return
         if self.region.row_step > 1:
-            self._read_apart(down, right, wanted, out)
+            self._read_spaced(down, right, wanted, out)
             return
         if not self.region.transposed:
             row, col = self.region.row + down, self.region.col + right
@@ -55,12 +55,12 @@ class Part(NamedTuple):
             return
         row, col = self.region.row + right, self.region.col + down
         itemsize = ITEMSIZE[self.source.dtype]
-        turned = np.empty((wanted.cols, wanted.rows * itemsize), np.uint8)
-        self.source.read_into(Box(row, row + wanted.cols, col, col + wanted.rows), turned)
-        np.copyto(out, transpose(turned, itemsize))
+        block = np.empty((wanted.cols, wanted.rows * itemsize), np.uint8)
+        self.source.read_into(Box(row, row + wanted.cols, col, col + wanted.rows), block)
+        np.copyto(out, transpose(block, itemsize))
 
-    def _read_apart(self, down: int, right: int, wanted: Box, out: Bytes) -> None:
-        """Row by row, from native rows that lie row_step apart."""
+    def _read_spaced(self, down: int, right: int, wanted: Box, out: Bytes) -> None:
+        """Row by row, from native rows at a distance of row_step."""
         col = self.region.col + right
         for index in range(wanted.rows):
             row = self.region.row + (down + index) * self.region.row_step

@@ -60,10 +60,10 @@ class BaseModel:
 
     def config_json(self, dtype: str) -> bytes:
         """Its config.json, with the dtype that the weights now have."""
-        said = load_config(self.directory / CONFIG_NAME)
-        said.pop("quantization_config", None)
-        said["dtype" if "dtype" in said else "torch_dtype"] = dtype
-        return (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode()
+        config = load_config(self.directory / CONFIG_NAME)
+        config.pop("quantization_config", None)
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
     def files(self) -> dict[str, Path]:
         """Everything that is neither weights nor config.json nor code, by file name."""
@@ -93,8 +93,8 @@ def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel
             f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"
         )
     weights, tensors = read_directory(directory)
-    said = load_config(directory / CONFIG_NAME)
-    return BaseModel(directory, dequantize(tensors, said, dtype, str(weights), overflow=overflow))
+    config = load_config(directory / CONFIG_NAME)
+    return BaseModel(directory, dequantize(tensors, config, dtype, str(weights), overflow=overflow))
 
 
 class CopiedTensors:
@@ -110,8 +110,8 @@ class CopiedTensors:
         )
         self.size = self._layout.size
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        yield from self._layout.frame(checksums)
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield from self._layout.headers(checksums)
         for name, tensor in self._tensors.items():
             offset = self._layout.records[name].offset
             for box in row_blocks(tensor.shape, tensor.dtype, BLOCK_BYTES):

@@ -17,6 +17,7 @@ from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.cast import CastSource, dtype_name
+from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
 from megaconv.engine.ranks import ALONE, Ranks
@@ -32,7 +33,7 @@ from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LOSSES, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it needs it and you trust it"
+CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tup
     """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
     load, place = load_options(saver, options), resolve(str(load_dir))
     name, found = registry.choose(place, options.loader)
+    refuse_sizes(registry.saver(saver), place, load, options.save)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
     read, written = registry.share_options(options.all_extra(), takers)
     return open_source(place, name, replace(load, extra=read))[1], written
@@ -174,8 +176,8 @@ def prepare(
     files = options.save.files or _workers(options) * processes
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
-        told = options.load.config is not None or options.load.true_vocab_size is not None
-        check = check_source(place, written, source.header.manifest, other_shapes=told)
+        overridden = options.load.config is not None or options.load.true_vocab_size is not None
+        check = check_source(place, written, source.header.manifest, other_shapes=overridden)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
@@ -255,9 +257,7 @@ def _convert(
     try:
         with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
-        if ranks.size == 1:  # several ranks may each have read but a part
-            opened.finish_checks()
-        opened.require_unchanged()
+        opened.require_as_stored(whole=ranks.size == 1)  # several ranks may each have read but a part
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits
         fingerprint = combine(_gather(ranks, shares, digests))
@@ -350,7 +350,7 @@ def verify_fingerprint(
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:
-            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk sound?")
+            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk faulty?")
 
 
 def _digest(*what: Any) -> str:
@@ -365,7 +365,7 @@ def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str
     if isinstance(place, Path):
         return []
     if options.resume and header.revision is None:
-        raise UsageError(f"--resume: the loader of {place} doesn't tell whether it has changed since; leave it out")
+        raise UsageError(f"--resume: the loader of {place} can't detect whether it has changed since; leave it out")
     return [place, header.revision or ""]
 
 
@@ -391,5 +391,9 @@ def fingerprint(
     loader: str | None = None,
 ) -> Fingerprint:
     """The fingerprint of any checkpoint; reads all of it. loader: None: the one that recognises it."""
-    _, source = open_source(path, loader, options)
-    return fingerprint_source(source, workers or default_workers(writing=False), advance)
+    opened = OpenedFiles()
+    with opened:
+        _, source = open_source(path, loader, options)
+        found = fingerprint_source(source, workers or default_workers(writing=False), advance)
+    opened.require_as_stored()
+    return found

@@ -106,11 +106,11 @@ def dequantize(
     return _from_mxfp4(tensors, dtype, where) if method == "mxfp4" else dict(tensors)
 
 
-def _fp8_block(said: Mapping[str, Any], where: str) -> tuple[int, int]:
-    block = said.get("weight_block_size")
+def _fp8_block(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
+    block = quantization.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise NotExpressible(
-            f"{where}: fp8 weights with weight_block_size {block!r}; only blocks of rows and columns are known"
+            f"{where}: fp8 weights with weight_block_size {block!r}; only blocks of rows and columns are supported"
         )
     return block[0], block[1]
 

@@ -1,12 +1,12 @@
 """The processes that torchrun or srun has started for one conversion: they agree on it, watch each other and end together.
 
-    store       what ranks tell each other: digests, and who was the first to fail (that of torch.distributed's rendezvous)
+    store       what ranks send each other: digests, and who was the first to fail (that of torch.distributed's rendezvous)
     gloo        the watch: twice a second rank 0 asks every other rank how it does; a process that is killed drops its
                 connection, which is noticed at once
     the store's connection (store_watch.py)     drops when the process that started the ranks is killed
 
 Whatever ends one rank ends all: those who learn of it send themselves SIGTERM, which takes the way of every interrupted
-conversion. The first to fail tells its cause, the others say nothing. Torch is imported only where there are ranks.
+conversion. The first to fail reports its cause, the others report nothing. Torch is imported only where there are ranks.
 """
 
 import logging
@@ -30,7 +30,7 @@ _ROUND_SECONDS = 0.5
 _POLL_SECONDS = 0.03
 _PATIENCE_SECONDS = 2.0
 """How long an interrupted rank waits for another one's end to be noticed, which may be behind it."""
-_FAREWELL_SECONDS = 3.0
+_EXIT_SECONDS = 3.0
 """How long rank 0 waits for the others to have ended before it."""
 _WORKING, _DONE, _ENDED = range(3)
 
@@ -89,14 +89,16 @@ class Joined(Ranks):
         self.rank, self.size, self._address = rank, size, address
         self._state, self._moved, self._gathered = _WORKING, 0, 0
         self._lost: int | None = None
-        """A rank that ended without a word."""
+        """A rank that ended without reporting an error."""
         self._without_store = False
         self._first: str | None = None
-        self._tells = False
+        self._reports = False
         """Whether this rank was the first to end, and has to say why."""
         self._advance: Callable[[int], None] = lambda count: None
         self._lock, self._wake = threading.Lock(), threading.Event()
-        self._watch = threading.Thread(target=self._lead if rank == 0 else self._follow, name="watch", daemon=True)
+        self._watch = threading.Thread(
+            target=self._watch_ranks if rank == 0 else self._answer, name="watch", daemon=True
+        )
 
     def __enter__(self) -> Ranks:
         try:
@@ -127,7 +129,7 @@ class Joined(Ranks):
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"rank {self.rank} of {self.size}: can't meet the others at {self._address}: {reason}",
+                f"rank {self.rank} of {self.size}: can't connect to the others at {self._address}: {reason}",
                 code="rank-lost",
             ) from error
 
@@ -143,13 +145,13 @@ class Joined(Ranks):
             return
         self.fail(error)
         self._leave()
-        if not self._tells:
+        if not self._reports:
             raise SystemExit(1) from None
         if self._without_store and isinstance(error, Interrupted):
             raise CheckpointError(silence(self._address)) from None
         if self._lost is not None and isinstance(error, Interrupted):
             raise CheckpointError(
-                f"rank {self._lost} ended without a word: was it killed, or its machine lost?",
+                f"rank {self._lost} ended without reporting an error: was it killed, or its machine lost?",
                 code="rank-lost",
             ) from None
         raise error
@@ -166,7 +168,7 @@ class Joined(Ranks):
             raise Interrupted
         distributed.destroy_process_group()
 
-    # What ranks tell each other.
+    # What ranks send each other.
 
     def agree(self, what: str, value: str) -> None:
         logging.disable(logging.NOTSET)
@@ -174,7 +176,7 @@ class Joined(Ranks):
             self._store.set(what, value)
         elif self._wait_for(what) != value:
             raise UsageError(
-                f"rank {self.rank} has another {what} than rank 0; give all ranks the same command, version and files"
+                f"rank {self.rank} has a different {what} than rank 0; give all ranks the same command, version and files"
             )
 
     @contextmanager
@@ -213,7 +215,7 @@ class Joined(Ranks):
         self._state = _ENDED
         self._wake.set()
         if self.rank == 0:
-            self._outlive_others()
+            self._wait_for_others()
         return first.startswith("interrupted")
 
     def _claim(self, how: str) -> str:
@@ -223,15 +225,15 @@ class Joined(Ranks):
                 mine = f"{how} {self.rank}"
                 try:
                     self._first = str(self._store.compare_set("end", "", mine).decode())
-                except RuntimeError:  # the store has gone: rank 0 tells, or rank 1 if rank 0 has gone with it
-                    teller = 1 if self._lost == 0 else 0
-                    self._first = mine if self.rank == teller else f"interrupted {teller}"
-                self._tells = self._first == mine
+                except RuntimeError:  # the store has gone: rank 0 reports, or rank 1 if rank 0 has gone with it
+                    reporter = 1 if self._lost == 0 else 0
+                    self._first = mine if self.rank == reporter else f"interrupted {reporter}"
+                self._reports = self._first == mine
             return self._first
 
-    def _outlive_others(self) -> None:
+    def _wait_for_others(self) -> None:
         """Rank 0 may carry the store, and removes the staging directory, into which nobody should write any more."""
-        until = time.monotonic() + _FAREWELL_SECONDS
+        until = time.monotonic() + _EXIT_SECONDS
         with suppress(RuntimeError):
             while self._store.add("left", 0) < self.size - 1 - (self._lost is not None) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -252,7 +254,7 @@ class Joined(Ranks):
         with self._lock:
             self._moved += count
 
-    def _lead(self) -> None:
+    def _watch_ranks(self) -> None:
         """Rank 0 asks all others in turn, with what it knows: that the work goes on, is done, or has ended."""
         known, shown = _WORKING, 0
         while known == _WORKING:
@@ -278,9 +280,9 @@ class Joined(Ranks):
         for rank in range(1, self.size):
             with suppress(RuntimeError):
                 _send(rank, known)
-        self._learn(known)
+        self._set_known(known)
 
-    def _follow(self) -> None:
+    def _answer(self) -> None:
         """Another rank answers as long as rank 0 asks."""
         known = _WORKING
         while known == _WORKING:
@@ -291,13 +293,13 @@ class Joined(Ranks):
             except RuntimeError:
                 self._lost, known = 0, _ENDED
                 self._claim("interrupted")
-        self._learn(known)
+        self._set_known(known)
 
     def _lose_store(self) -> None:
         self._without_store = True
-        self._learn(_ENDED)
+        self._set_known(_ENDED)
 
-    def _learn(self, known: int) -> None:
+    def _set_known(self, known: int) -> None:
         """Wake the main thread, whatever it waits for."""
         if known == _ENDED and self._state != _ENDED:
             self._state = _ENDED

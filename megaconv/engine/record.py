@@ -32,7 +32,7 @@ RECORD_NAME = "megaconv.json"
 
 _MAPS = (".index.json", ".metadata", ".zarray", rank_files.TRACKER)
 """Ends of names of files that say where tensors lie, or which iteration is the last: whether they still say so, the
-fingerprints of the tensors tell."""
+fingerprints of the tensors show."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     """The record in this directory, and the iteration that it is about. Raises CorruptCheckpoint for one that can't be read."""
     file = root / RECORD_NAME
     found = read_json(file, RECORD_BYTES)
-    said: Mapping[str, Any] = found if isinstance(found, dict) else {}
-    whole, version = said.get("fingerprint"), said.get("version")
-    tables = [said.get(name, {}) for name in ("tensors", "shapes", "files")]
+    given: Mapping[str, Any] = found if isinstance(found, dict) else {}
+    whole, version = given.get("fingerprint"), given.get("version")
+    tables = [given.get(name, {}) for name in ("tensors", "shapes", "files")]
     texts = all(isinstance(table, dict) and all(isinstance(text, str) for text in table.values()) for table in tables)
-    if not isinstance(whole, str) or "tensors" not in said or not texts or not isinstance(version, str | None):
+    if not isinstance(whole, str) or "tensors" not in given or not texts or not isinstance(version, str | None):
         raise CorruptCheckpoint(f"{file}: expected fingerprint and tensors, which megaconv writes there")
     return Record(root, whole, *tables), version
 

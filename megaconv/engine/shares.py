@@ -1,6 +1,6 @@
 """Shares a planned output out: whole files, and the hash of each tensor, to the ranks of a conversion on several machines.
 
-Files stay in the plan's order, which is that of the model, so that what one tensor is cut into mostly falls to one rank
+Files stay in the plan's order, which is that of the model, so that the shards of one tensor mostly fall to one rank
 and is read once. A fingerprint needs all of a tensor: it falls to one rank, which reads the rest of that tensor too.
 """
 

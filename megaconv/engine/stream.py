@@ -49,7 +49,7 @@ def as_lazy(tensor: Any) -> LazyTensor:
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return ArrayTensor(raw, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     raise TensorMismatch(
-        f"a {type(tensor).__name__} is no tensor: expected a lazy tensor, a numpy array or a torch tensor"
+        f"a {type(tensor).__name__} is not a tensor: expected a lazy tensor, a numpy array or a torch tensor"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where an output may not go, since it would replace what nobody meant: told before anything is read."""
+"""Where an output may not go, since it would replace what nobody meant: reported before anything is read."""
 
 import os
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ def refuse_loss(target: str | Path, source: Path | str, others: Iterable[Path | 
     occupied = any(place.iterdir()) if place.is_dir() else place.exists()
     if occupied and not (place / record).is_file() and not _is_checkpoint(place):
         raise TargetExists(
-            f"{target}: --overwrite replaces checkpoints, and this is none that we know (it has no {record} either); "
+            f"{target}: --overwrite replaces checkpoints, and this is not one of a known format (it has no {record} either); "
             "remove it yourself, or choose another place"
         )
 

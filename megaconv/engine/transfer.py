@@ -1,6 +1,6 @@
 """The engine: takes tensors off the stream and writes their rectangles to their places in the staged files.
 
-Every byte is read once into a block that stays in the processor's cache while it is hashed, cut, summed and written.
+Every byte is read once into a block that stays in the processor's cache while it is hashed, sharded, summed and written.
 Threads suffice, since reading, writing, hashing and copying all release the interpreter. When a tensor is done its
 pieces are entered in a ledger of written ranges; at the end every record has to be covered without gap or overlap.
 """
@@ -111,7 +111,7 @@ class Transfer:
                 thread.join()
         if stream.error is not None:
             raise stream.error
-        self._write_frames()
+        self._write_headers()
         return {key: finished.fingerprint for key, finished in self._done.items() if finished.fingerprint}
 
     def _work(self, stream: Stream) -> None:
@@ -160,7 +160,7 @@ class Transfer:
             self._files[name].sync()
         self._staging.record([item.to_json() for item in finished])
 
-    def _write_frames(self) -> None:
+    def _write_headers(self) -> None:
         runs: dict[tuple[str, str], list[Run]] = {}
         for finished in self._done.values():
             for where, stretch in finished.runs.items():
@@ -172,7 +172,7 @@ class Transfer:
                 record: _total(runs.get((name, record), []), size, layout.needs_checksums, f"{name}: {record}")
                 for record, (_, size) in layout.records.items()
             }
-            for offset, data in layout.frame(checksums):
+            for offset, data in layout.headers(checksums):
                 self._files[name].write(offset, data)
 
 
@@ -198,7 +198,7 @@ def _total(runs: list[Run], size: int, checksummed: bool, what: str) -> int:
 
 
 class _Buffers:
-    """The two blocks that a worker owns: one to read into, one to gather cut rows in."""
+    """The two blocks that a worker owns: one to read into, one to gather parts of rows in."""
 
     def __init__(self, size: int) -> None:
         self._read = np.empty(size, np.uint8)

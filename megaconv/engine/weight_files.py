@@ -84,7 +84,7 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
 def whole_model(
     family: Family, config: ModelConfig, naming: Naming, found: Mapping[str, LazyTensor], where: str
 ) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
-    """The canonical tensors of a model that isn't cut, and its configuration completed by them. where: for messages.
+    """The canonical tensors of a model that isn't sharded, and its configuration completed by them. where: for messages.
 
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """
@@ -118,9 +118,7 @@ def _require_experts(config: ModelConfig, held: int, where: str) -> None:
     """Before they are named one by one: raises TensorMismatch where most of them can't be there."""
     layers = len(config.layers_with("moe"))
     if layers * config.experts.count > 2 * held + 10_000:
-        what = (
-            f"{held} tensors, the configuration tells of {config.experts.count:,} experts in each of {layers:,} layers"
-        )
+        what = f"{held} tensors, the configuration has {config.experts.count:,} experts in each of {layers:,} layers"
         raise TensorMismatch(f"{where}: holds {what}; it is incomplete, or of another model")
 
 

@@ -29,7 +29,7 @@ class Family:
     model_type: str
     rows: tuple[Row, ...]
     keys: tuple[Keys, ...]
-    """The keys of its config.json, and the fields of a model's description that they tell."""
+    """The keys of its config.json, and the fields of a model's description that they give."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are the same in all its models, whatever config.json says."""
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
     """How Hugging Face names end in older files -> how they end now."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
-    """What a config.json leaves open and only the names of the tensors beside it tell."""
+    """What a config.json leaves open and only the names of the tensors beside it show."""
     recognized: str | None = None
     """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
-    None where these don't tell it from another family that computes the same."""
+    None where these don't distinguish it from another family that computes the same."""
     beyond_core: tuple[str, ...] = ()
     """Fields that Megatron has no argument for and that don't follow from others: without the argument that Megatron-Bridge's
-    provider has for them, a config.json has to say them."""
+    provider has for them, a config.json has to give them."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
     other_types: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ class Family:
         return write_keys(self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type)
 
     def config_json(self, config: ModelConfig) -> bytes:
-        """The config.json to ship: the model's own words where they are known. Raises NotExpressible, as write_hf."""
+        """The config.json to ship: the model's own where it is known. Raises NotExpressible, as write_hf."""
         now = self.write_hf(config)
         if config.hf is None:
             return as_file(now)
-        # Layers for multi-token prediction are spoken of in many a config.json whose files don't hold them.
+        # Layers for multi-token prediction are listed in many a config.json whose files don't hold them.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
         return as_file(updated(config.hf, self.write_hf(before), now))
 
@@ -88,7 +88,7 @@ REFUSED = {
         "Llama 4 scales queries by their position, for which Megatron core has no layer",
     ),
 }
-"""Architectures that we know and have no family for, with the reason."""
+"""Known architectures without a family, with the reason."""
 
 
 @cache
@@ -126,7 +126,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
-        f"{source}: architecture {asked} is not known; known are {known}. A family is one file: see CONTRIBUTING.md"
+        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see CONTRIBUTING.md"
     )
 
 
@@ -143,7 +143,7 @@ def family(name: str) -> Family:
     """One of ours, or of another package's. Raises UnknownFamily."""
     found = families().get(name) or all_families().get(name)
     if found is None:
-        raise UnknownFamily(f"model family {name!r} is not known; known are {', '.join(all_families())}")
+        raise UnknownFamily(f"model family {name!r} is not known; known: {', '.join(all_families())}")
     return found
 
 
@@ -167,7 +167,7 @@ def recognize(config: ModelConfig) -> Family:
         key=lambda family: len(_unlike(config, family)),
     )
     raise UnknownFamily(
-        f"the checkpoint is of no model family that is known; the nearest is {near.name}, and differs in: "
+        f"the checkpoint is of no supported model family; the nearest is {near.name}, and differs in: "
         + "; ".join(_unlike(config, near))
     )
 

@@ -1,6 +1,6 @@
 """BERT: Megatron's own (each norm before its sublayer, MegatronBert in transformers), and the original.
 
-The original BERT norms the sum of a sublayer and what it was given. That is Megatron's legacy model told to carry on what its
+The original BERT norms the sum of a sublayer and what it was given. That is Megatron's legacy model that continues with what its
 norms give (apply_residual_connection_post_layernorm): a layer's first norm is then the one that ends the layer before it,
 that of layer 0 the embedding's, and the one that ends the last layer is the final norm.
 
@@ -146,8 +146,8 @@ _MEGATRON = ("MegatronBertForPreTraining", "MegatronBertForMaskedLM")
 
 
 def _read_activation(raw: Raw) -> Fields:
-    (told,) = choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu").read(raw).values()
-    return {"mlp.activation": told, "head.activation": told}
+    (found,) = choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu").read(raw).values()
+    return {"mlp.activation": found, "head.activation": found}
 
 
 def _write_activation(config: ModelConfig) -> Raw:

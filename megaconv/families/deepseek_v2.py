@@ -18,7 +18,7 @@ def _no_groups(raw: Raw) -> Fields:
     if raw.get("topk_method", "greedy") != "greedy":
         raise NotExpressible(
             f"{CONFIG_NAME}: topk_method {raw['topk_method']!r} (DeepSeek-V2, not Lite) ranks groups by their best expert, "
-            "which Megatron core's router can't; only greedy is known"
+            "which Megatron core's router can't; only greedy is supported"
         )
     return {}
 

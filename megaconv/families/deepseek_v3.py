@@ -68,16 +68,16 @@ def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> 
     }
 
     def read(raw: Raw) -> Fields:
-        said = {**usual, **raw}
-        heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(said, "qk_rope_head_dim")
+        given = {**usual, **raw}
+        heads, rope_dim = need_size(raw, "num_attention_heads"), need_size(given, "qk_rope_head_dim")
         return {
             "attention.heads": heads,
             "attention.kv_heads": heads,
-            "attention.head_dim": need_size(said, "qk_nope_head_dim") + rope_dim,
+            "attention.head_dim": need_size(given, "qk_nope_head_dim") + rope_dim,
             "latent.rope_dim": rope_dim,
-            "latent.v_dim": need_size(said, "v_head_dim"),
-            "latent.kv_rank": need_size(said, "kv_lora_rank"),
-            "latent.q_rank": said["q_lora_rank"] or 0,
+            "latent.v_dim": need_size(given, "v_head_dim"),
+            "latent.kv_rank": need_size(given, "kv_lora_rank"),
+            "latent.q_rank": given["q_lora_rank"] or 0,
         }
 
     return Keys(("num_attention_heads", "num_key_value_heads", "head_dim", "qk_head_dim", *usual), read, _write_latent)

@@ -1,6 +1,6 @@
 """Gemma 1 (and CodeGemma): norms that multiply with their weight + 1, a scaled embedding, gated gelu, a tied head.
 
-Megatron has words for the norms (layernorm_zero_centered_gamma: the stored values are the same), not for the scale of
+Megatron supports the norms (layernorm_zero_centered_gamma: the stored values are the same), not the scale of
 the embedding: like Megatron-Bridge and NeMo we leave the weights as they are, and the model has to be built with it.
 """
 
@@ -22,7 +22,7 @@ def _hidden_activation(raw: Raw) -> Fields:
     """The key that wins over hidden_act where it is there."""
     if raw.get("hidden_activation") not in (None, *_ACTIVATIONS):
         raise UnknownFamily(
-            f"{CONFIG_NAME}: hidden_activation {raw['hidden_activation']!r} is not known in this architecture"
+            f"{CONFIG_NAME}: hidden_activation {raw['hidden_activation']!r} is not supported in this architecture"
         )
     return {}
 
@@ -30,7 +30,7 @@ def _hidden_activation(raw: Raw) -> Fields:
 def _bidirectional(raw: Raw) -> Fields:
     if raw.get("use_bidirectional_attention"):
         raise NotExpressible(
-            f"{CONFIG_NAME}: use_bidirectional_attention makes an encoder of the model; only decoders are known"
+            f"{CONFIG_NAME}: use_bidirectional_attention makes an encoder of the model; only decoders are supported"
         )
     return {}
 

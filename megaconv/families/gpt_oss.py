@@ -64,12 +64,12 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What the class takes rope for that config.json doesn't speak of."""
+"""What the class takes rope for where config.json doesn't mention it."""
 
 
 def _read_alpha(raw: Raw) -> Fields:
     if raw.get("swiglu_alpha", 1.702) != 1.702:
-        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not known, only 1.702 is")
+        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported, only 1.702 is")
     return {}
 
 

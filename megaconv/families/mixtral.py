@@ -18,7 +18,7 @@ MOE_NORM = Row(
 
 
 def expert_rows(router: str, gate_and_up: str, down: str) -> tuple[Row, ...]:
-    """Router and routed experts, given Hugging Face's words for them."""
+    """Router and routed experts, given Hugging Face's names for them."""
     return (
         Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
             hf=_HF + router,

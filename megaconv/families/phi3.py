@@ -21,7 +21,7 @@ def _write_original(config: ModelConfig) -> Raw:
     if config.positions.scaling is not None:
         raise NotExpressible(
             f"the model's positions.scaling is {dict(config.positions.scaling)}, which Phi3ForCausalLM can't represent in its "
-            f"{CONFIG_NAME}: it knows only a kind of scaling of its own"
+            f"{CONFIG_NAME}: it supports only a kind of scaling of its own"
         )
     return {"original_max_position_embeddings": config.max_positions}
 

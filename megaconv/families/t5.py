@@ -1,7 +1,7 @@
 """T5: an encoder, and a decoder that attends to it. Megatron's is another function than transformers' of the same name.
 
 Megatron divides attention scores by the square root of the head size, and has biases, LayerNorm and learned positions unless
-told otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each in its own words: what one has
+configured otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each with its own keys: what one has
 and the other hasn't is refused.
 """
 
@@ -192,7 +192,7 @@ def _read_activation(raw: Raw) -> Fields:
     kind = raw.get("feed_forward_proj", "relu")
     if kind not in _ACTIVATIONS:
         raise NotExpressible(
-            f"{CONFIG_NAME}: feed_forward_proj {kind!r} is not known; known are {', '.join(_ACTIVATIONS)}"
+            f"{CONFIG_NAME}: feed_forward_proj {kind!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     return dict(zip(("mlp.activation", "mlp.gated"), _ACTIVATIONS[kind], strict=True))
 
@@ -203,7 +203,7 @@ def _write_activation(config: ModelConfig) -> Raw:
     if found not in words:
         raise NotExpressible(
             f"the model has {'a gated' if config.mlp.gated else 'an ungated'} {config.mlp.activation}, which "
-            f"T5ForConditionalGeneration doesn't know; it knows {', '.join(_ACTIVATIONS)}"
+            f"T5ForConditionalGeneration doesn't support; it supports {', '.join(_ACTIVATIONS)}"
         )
     return {"feed_forward_proj": words[found]}
 

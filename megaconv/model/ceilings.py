@@ -19,11 +19,13 @@ ALL_EXPERTS = 100_000
 WIDTH = 1 << 24
 """Hidden sizes, widths of MLPs, heads and their elements: published models have up to some 60,000."""
 VOCABULARY = 1 << 28
-"""The largest vocabularies have a million words."""
+"""The largest vocabularies have a million tokens."""
 POSITIONS = 1 << 40
 """Published models have up to ten million."""
 RANKS = 65_536
 """Along one kind of parallelism: the largest runs have some ten thousand devices in all."""
+ITERATION = 10**12
+"""The longest runs have some ten million."""
 
 _FIELDS = {
     "layers.count": LAYERS, "encoder.layers": LAYERS, "mtp_layers": LAYERS, "experts.count": EXPERTS,
@@ -50,16 +52,16 @@ def require_possible(values: Mapping[str, Any]) -> None:
         raise CorruptCheckpoint(f"the model can't have {what}; there may be {ALL_EXPERTS:,} in all")
 
 
-def require_countable(words: Mapping[str, Any], where: str) -> None:
-    """words: a config.json, before anything is made of it. Raises CorruptCheckpoint, naming where and the word, for more layers than
+def require_countable(config: Mapping[str, Any], where: str) -> None:
+    """config: a config.json, before anything is made of it. Raises CorruptCheckpoint, naming where and the key, for more layers than
     any model has."""
-    for word, value in words.items():
+    for key, value in config.items():
         if isinstance(value, Mapping):
             require_countable(value, where)
-        elif _COUNTS.fullmatch(word):
+        elif _COUNTS.fullmatch(key):
             number = len(value) if isinstance(value, list) else value
             if type(number) in (int, float) and not -LAYERS <= number <= LAYERS:
-                raise CorruptCheckpoint(f"{where}: {word} should be at most {LAYERS:,}, found {_short(number)}")
+                raise CorruptCheckpoint(f"{where}: {key} should be at most {LAYERS:,}, found {_short(number)}")
 
 
 def _short(number: float) -> str:

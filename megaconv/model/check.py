@@ -1,4 +1,4 @@
-"""The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype it was announced."""
+"""The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype that it declares."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,13 +28,13 @@ class Ledger:
     def enter(self, key: Key, tensor: LazyTensor) -> None:
         expected = self._manifest.get(key)
         if expected is None:
-            raise TensorMismatch(f"{key}: the loader sent a tensor that its manifest doesn't announce")
+            raise TensorMismatch(f"{key}: the loader sent a tensor that its manifest doesn't list")
         if key in self._seen:
             raise TensorMismatch(f"{key}: the loader sent this tensor twice")
         found = TensorInfo(tuple(tensor.shape), tensor.dtype)
         if found != expected:
             raise TensorMismatch(
-                f"{key}: announced as {list(expected.shape)} {expected.dtype}, sent as {list(found.shape)} {found.dtype}"
+                f"{key}: declared as {list(expected.shape)} {expected.dtype}, sent as {list(found.shape)} {found.dtype}"
             )
         self._seen.add(key)
 

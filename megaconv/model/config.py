@@ -76,7 +76,7 @@ class Positions:
     interleaved: bool = False
     """Whether an element rotates with its neighbour, and not with the one half a head further."""
     buckets: int = 0
-    """Distances that relative positions tell from each other, the largest of which is max_distance."""
+    """Distances that relative positions distinguish, the largest of which is max_distance."""
     max_distance: int = 0
 
 
@@ -150,7 +150,7 @@ class Head:
     bias: bool = False
     """Whether a head that may lack it has a bias per word."""
     activation: str = ""
-    """Of the transform before a masked-language-model head, in the words of `mlp.activation`; empty without one."""
+    """Of the transform before a masked-language-model head, with the values of `mlp.activation`; empty without one."""
     binary: bool = False
     """Whether a pooler and a head say if two segments follow each other."""
     logit_cap: float | None = None
@@ -188,7 +188,7 @@ class ModelConfig:
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     hf: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    """The model's own config.json, word for word, where it is known."""
+    """The model's own config.json, unchanged, where it is known."""
     _features: dict[int, frozenset[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

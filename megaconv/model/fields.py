@@ -1,4 +1,4 @@
-"""A model's configuration by dotted field: taken apart, put together, and compared with what came back from another description."""
+"""A model's configuration by dotted field: split, put together, and compared with what came back from another description."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -30,7 +30,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "encoder": Encoder,
     "head": Head,
 }
-_APART = ("family", "hf", "_features", "layers", *_SUBJECTS)
+_NESTED = ("family", "hf", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))
 
 
@@ -39,7 +39,7 @@ def _dotted() -> Iterator[str]:
     yield from (f"layers.{name}" for name in _OF_LAYERS)
     for subject, kind in _SUBJECTS.items():
         yield from (f"{subject}.{item.name}" for item in fields(kind))
-    yield from (item.name for item in fields(ModelConfig) if item.name not in _APART)
+    yield from (item.name for item in fields(ModelConfig) if item.name not in _NESTED)
 
 
 FIELDS = tuple(_dotted())
@@ -119,46 +119,49 @@ def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> A
 
 
 def meaning_of(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a model that count, each in one form: without those that others make moot.
+    """The fields of a model that count, each in one form: without those that have no effect beside others.
 
     One group of experts is none, and a factor of 1 on their weights too; the width of dense layers counts where there are any.
     """
     values = fields_of(config)
     values["positions.scaling"] = _full_scaling(config)
-    moot = set[str]()
+    without_effect = set[str]()
     if not config.has("rope"):
-        moot |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
-        moot |= {"positions.interleaved", "layers.rotates"}
+        without_effect |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
+        without_effect |= {"positions.interleaved", "layers.rotates"}
     if not config.attention.qk_norm:
-        moot.add("attention.qk_norm_width")
+        without_effect.add("attention.qk_norm_width")
     if config.window is None or (
         config.positions.local_theta == config.positions.theta and not config.positions.scaling
     ):
-        moot.add("positions.local_theta")
+        without_effect.add("positions.local_theta")
     if not config.experts.count:
-        moot |= {"layers.mlp", *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count")}
+        without_effect |= {
+            "layers.mlp",
+            *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count"),
+        }
     if config.experts.count and not config.layers_with("dense"):
-        moot.add("mlp.ffn")
+        without_effect.add("mlp.ffn")
     if values["experts.groups"] == 1:
-        moot |= {"experts.groups", "experts.group_topk"}
+        without_effect |= {"experts.groups", "experts.group_topk"}
     if values["experts.scale"] == 1:
-        moot.add("experts.scale")
-    empty: dict[str, Any] = dict.fromkeys(moot & {"experts.groups", "experts.group_topk", "experts.scale"})
-    return {name: value for name, value in values.items() if name not in moot} | empty
+        without_effect.add("experts.scale")
+    empty: dict[str, Any] = dict.fromkeys(without_effect & {"experts.groups", "experts.group_topk", "experts.scale"})
+    return {name: value for name, value in values.items() if name not in without_effect} | empty
 
 
 def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
     """Rope scaling with what transformers and Megatron take a missing key for; both take one mscale without the other for none."""
     if config.positions.scaling is None:
         return None
-    said = {name: value for name, value in config.positions.scaling.items() if value is not None}
-    if said["rope_type"] != "yarn":
-        return said
+    given = {name: value for name, value in config.positions.scaling.items() if value is not None}
+    if given["rope_type"] != "yarn":
+        return given
     original = 4096 if config.latent.kv_rank else config.max_positions
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": original, "truncate": True}
-    if not (said.get("mscale") and said.get("mscale_all_dim")):
-        said = {name: value for name, value in said.items() if not name.startswith("mscale")}
-    return usual | said
+    if not (given.get("mscale") and given.get("mscale_all_dim")):
+        given = {name: value for name, value in given.items() if not name.startswith("mscale")}
+    return usual | given
 
 
 def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:
@@ -169,20 +172,20 @@ def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str,
 
 
 def lost_fields(config: ModelConfig, back: ModelConfig, *, but: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Field -> (value, what it came back as) of all that a description in other words doesn't keep; but: may differ."""
+    """Field -> (value, what it came back as) of all that another description doesn't keep; but: may differ."""
     skipped = {"family", *but}
     return {name: (ours, theirs) for name, ours, theirs in config_differences(config, back) if name not in skipped}
 
 
 def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Iterable[str] = ()) -> None:
-    """Raises NotExpressible, naming them, for fields that came back otherwise from the words of another description.
+    """Raises NotExpressible, naming them, for fields that came back otherwise from another description.
 
     where: what can't represent them. but: fields that may differ.
     """
     lost = lost_fields(config, back, but=but)
     if not lost:
         return
-    # A field that is moot there follows from another one, which is the one to name.
+    # A field without effect there follows from another one, which is the one to name.
     kept_fields = meaning_of(back)
     names = [name for name in lost if name in kept_fields] or list(lost)
     value, kept = lost[names[0]]

@@ -1,6 +1,6 @@
 """The intermediate representation: what a loader says about a model before, and what it hands over while, it streams.
 
-Canonical tensors are a model's parameters in their smallest meaningful pieces (q, k and v apart, gate and up apart),
+Canonical tensors are a model's parameters in their smallest meaningful pieces (q, k and v separate, gate and up separate),
 whole, unpadded, [out, in]. A slot says what a tensor is of its parameter: the weight itself, or optimizer state.
 """
 

@@ -148,9 +148,11 @@ def _join(name: str, shards: list[_Shard], groups: int, row: Row, spelling: Sepa
     parts: dict[str, tuple[Region, ...]] = {}
     group_rows = sum(shard.box.rows for shard in shards) // groups
     before = padding = 0
+    # A group has `step` rows of every shard, one shard's after the other's: [q0 k0 v0 q1 k1 v1 ...] of three shards.
     for piece, box, _ in shards:
         step = box.rows // groups
         if row.padded_vocab:
+            # Rows beyond the vocabulary: on the last ranks, and there perhaps all of them.
             padding = min(box.rows, max(0, box.row1 - rank.sizes["vocab"]))
             step -= padding
         starts = ((box.row0 + group * step, group * group_rows + before) for group in range(groups))
@@ -186,12 +188,12 @@ def _stacked(row: Row, spelling: Separate, members: tuple[int, ...], rank: Rank)
     pieces = [[shard.name.replace("{e}", expert) for shard in shards] for expert in experts]
     boxes = [shard.box for shard in shards]
     if isinstance(spelling, Stacked):
-        return _under_each_other(spelling.name, pieces, boxes)
+        return _row_wise(spelling.name, pieces, boxes)
     shape = evaluate(spelling.shape, rank.sizes) if isinstance(spelling, StackedTransposed) else None
-    return _side_by_side(spelling.name, shape, pieces, boxes, row)
+    return _column_wise(spelling.name, shape, pieces, boxes, row)
 
 
-def _side_by_side(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[Box], row: Row) -> NativeTensor:
+def _column_wise(name: str, shape: Shape | None, pieces: list[list[str]], boxes: list[Box], row: Row) -> NativeTensor:
     """One block of rows [in] per expert (or the only one), its pieces as columns [out]; shape None: as it is."""
     parts: dict[str, tuple[Region, ...]] = {}
     for local_expert, names in enumerate(pieces):
@@ -203,7 +205,7 @@ def _side_by_side(name: str, shape: Shape | None, pieces: list[list[str]], boxes
     return NativeTensor(name, parts, shape or view, of_experts=row.of_experts, view=view)
 
 
-def _under_each_other(name: str, pieces: list[list[str]], boxes: list[Box]) -> NativeTensor:
+def _row_wise(name: str, pieces: list[list[str]], boxes: list[Box]) -> NativeTensor:
     """[experts, out, in]: one expert under the other, the pieces of each one under the other."""
     parts: dict[str, tuple[Region, ...]] = {}
     row = 0

@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
     @property
     def embeds(self) -> bool:
-        """Whether it holds an embedding: a decoder apart from its encoder has one again."""
+        """Whether it holds an embedding: a decoder separate from its encoder has one again."""
         return self.is_first or self.starts_decoder
 
 
@@ -213,15 +213,15 @@ def uneven_splits(layers: int, pp: int, vpp: int) -> list[str]:
 def parse_pattern(pattern: str) -> tuple[int, ...]:
     """Layers per stage of a pipeline_model_parallel_layout string (megatron-core 0.13 and newer).
 
-    `|` parts stages, `E` is the embedding, `t` a decoder layer, `m` one that predicts further tokens, `L` the head; `x*3`
+    `|` separates stages, `E` is the embedding, `t` a decoder layer, `m` an MTP layer, `L` the head; `x*3`
     and `(xy)*3` repeat; commas are for the eye. Raises LayoutError.
     """
     text = re.sub(r"\(([^()]*)\)\*(\d+)", _repeated, pattern[:_LONGEST_PATTERN].replace(",", ""))
     text = re.sub(r"([^*()\d])\*(\d+)", _repeated, text[:_LONGEST_PATTERN])
     if not re.fullmatch(r"E[t|]*m*L", text):
         raise LayoutError(
-            f"layout string {pattern!r:.200}: expected E, then decoder layers t in stages parted by |, then m for each layer that "
-            f"predicts further tokens, then L; got {text!r:.200}"
+            f"layout string {pattern!r:.200}: expected E, then decoder layers t in stages separated by |, then m for "
+            f"each MTP layer, then L; got {text!r:.200}"
         )
     return tuple(stage.count("t") for stage in text.split("|"))
 

@@ -3,7 +3,7 @@
     Naming("core", ("grouped",))    looks for a spelling under core_grouped, then under core
 
 hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
-          writes them when it is told not to keep the older form.
+          writes them when its option says not to keep the older form.
 core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own. Experts are modules of their own;
           `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
 legacy    Megatron's models before core, their nested dictionaries flattened to names with dots.
@@ -31,7 +31,7 @@ class Naming:
     def __post_init__(self) -> None:
         unknown = [key for key in self.keys if key not in KEYS]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no key of a naming scheme; known are {', '.join(KEYS)}")
+            raise ValueError(f"{unknown[0]!r} is not a key of a naming scheme; known: {', '.join(KEYS)}")
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class RankTensors:
         spelled = row.spelling(self.naming)
         if not spelled:
             what = row.when or "this tensor"
-            raise NotExpressible(f"{row.canonical}: the {self.naming} naming has no words for {what}")
+            raise NotExpressible(f"{row.canonical}: {what} can't be represented in the naming scheme {self.naming}")
         # Expert ranks differ in more than names only where all experts of a rank are in one tensor.
         stacked = any(isinstance(one, (Stacked, StackedTransposed)) for one in spelled)
         key = row, rank.tp_rank, rank.ep_rank if stacked else 0
@@ -104,7 +104,7 @@ class _ChunkTensors:
             if row.copies and config.tie_embeddings and self.chunk.is_last:
                 yield from self._tied(row)
         if self.chunk.encoder is not None:
-            yield from self._stacks_apart()
+            yield from self._separate_stacks()
         if self.chunk.is_last:
             yield from self._mtp()
 
@@ -141,7 +141,7 @@ class _ChunkTensors:
         return (self._copy(row, name, copy) for name in self._names(row, "head"))
 
     def _mtp(self) -> Iterator[NativeTensor]:
-        """Layers that predict further tokens: Megatron counts them for themselves, Hugging Face after all others."""
+        """MTP layers: Megatron counts them for themselves, Hugging Face after all others."""
         config, copy = self.shared.config, Copy(written=True)
         for layer in range(config.mtp_layers):
             local = config.layer_count + layer if self.shared.naming.scheme == "hf" else layer
@@ -154,9 +154,10 @@ class _ChunkTensors:
                     if "{l}" in name or (layer == 0 and not self.chunk.is_first):
                         yield self._copy(row, name, copy, local)
 
-    def _stacks_apart(self) -> Iterator[NativeTensor]:
+    def _separate_stacks(self) -> Iterator[NativeTensor]:
         """What a chunk holds again because an encoder and its decoder are on stages of their own."""
         config, chunk = self.shared.config, self.chunk
+        # Core gives the encoder's last stage a head as well, which it never computes with.
         has_unused_head = chunk.ends_encoder and self.shared.naming.scheme == "core"
         for row in (row for row in self.shared.rows if row.copies and row.exists(config, 0)):
             names = (None, *self._names(row, "itself"))
@@ -164,7 +165,9 @@ class _ChunkTensors:
                 yield from (self._copy(row, name, Copy(written=True)) for name in names)
             if has_unused_head and any(row.copied_with("encoder_end")):
                 yield from (self._copy(row, name, Copy(written=True, used=False)) for name in names)
-            if any(row.copied_with("stacks")) and not (chunk.ends_encoder if row.stage == "between" else chunk.is_last):
+            # On every stage but the one that the row is listed for: the encoder's end, or the model's.
+            own_stage = chunk.ends_encoder if row.stage == "between" else chunk.is_last
+            if any(row.copied_with("stacks")) and not own_stage:
                 used = bool(chunk.encoder) == (row.stage == "between")  # each stack computes with its own
                 copy = Copy(written=True, used=used, must_equal=used)
                 yield from (self._copy(row, name, copy) for name in names)

@@ -13,7 +13,7 @@ class Region(NamedTuple):
     pairs > 0: rows come in heads of that many, from a head's first row on; the native tensor has row i of a head's first
     half and row i of its second one after the other (Meta's rotary order).
     halves: the rectangle's rows alternate between the two halves of as many native rows, its first row in the first half.
-    row_step: how far its rows lie apart in the native tensor; more than 1 only in old files, which are read and not written.
+    row_step: the distance between its rows in the native tensor; more than 1 only in old files, which are read and not written.
     repeat > 1: the rectangle is a single row that is stored that many times (vocabulary padding).
     """
 

@@ -94,7 +94,7 @@ class Copied:
     """Where a checkpoint has a row's tensor a second time.
 
     place: `head` (with the head of a model that ties it to the embedding), `itself` (beside the tensor: a second name of one
-    and the same), `mtp` (with the layers that predict further tokens), or where an encoder has stages of its own: `decoder`
+    and the same), `mtp` (with the MTP layers), or where an encoder has stages of its own: `decoder`
     (with the first stage of the decoder), `encoder_end` (in core, where the encoder ends, and unused there), `stacks` (with
     every stage; each stack computes with its own).
     names: what it is called there, by scheme. Without any, those of the tensor itself.
@@ -105,7 +105,7 @@ class Copied:
 
     def __post_init__(self) -> None:
         if self.place not in COPIED_WITH:
-            raise ValueError(f"{self.place!r} is no place of a second copy; known are {', '.join(COPIED_WITH)}")
+            raise ValueError(f"{self.place!r} is not a place of a copy; known: {', '.join(COPIED_WITH)}")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -118,7 +118,7 @@ class Row:
     tp: the axis that tensor parallelism shards, None where every rank holds a copy.
     stage: where it lies, in the order of the model: `first` (with the embedding), `encoder` (in each layer of an encoder),
     `between` (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in each
-    layer after it that predicts further tokens).
+    MTP layer after it).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
     copies: where checkpoints have the tensor again.
     """
@@ -163,14 +163,14 @@ class Row:
 
     def _check(self) -> None:
         if self.stage not in STAGES:
-            raise ValueError(f"{self.canonical}: {self.stage!r} is no stage; known are {', '.join(STAGES)}")
+            raise ValueError(f"{self.canonical}: {self.stage!r} is not a stage; known: {', '.join(STAGES)}")
         if len(expand(self.canonical)) != len(self.shapes):
             raise ValueError(f"{self.canonical}: {len(expand(self.canonical))} tensors with {len(self.shapes)} shapes")
         if self.copies and len(self.shapes) > 1:
             raise ValueError(f"{self.canonical}: only a row of one tensor can have copies")
         for key, spellings in self.names.items():
             if key not in KEYS:
-                raise ValueError(f"{self.canonical}: {key!r} is no naming scheme's key; known are {', '.join(KEYS)}")
+                raise ValueError(f"{self.canonical}: {key!r} is not a naming scheme's key; known: {', '.join(KEYS)}")
             held = sorted(number for _, members in self.shared_out(spellings) for number in members)
             if held != list(range(len(self.shapes))):
                 raise ValueError(f"{self.canonical}: {key} has to hold each of its tensors once")

@@ -74,7 +74,7 @@ class GlobalBatches:
         together = self.micro_batch_size * self.dp_size
         if global_batch_size % together:
             raise LayoutError(
-                f"a global batch of {global_batch_size} samples can't be dealt to {self.dp_size} data-parallel ranks "
+                f"a global batch of {global_batch_size} samples can't be divided over {self.dp_size} data-parallel ranks "
                 f"in micro-batches of {self.micro_batch_size}: make it a multiple of {together}"
             )
         first = consumed + self.dp_rank * self.micro_batch_size

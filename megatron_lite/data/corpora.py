@@ -39,7 +39,7 @@ def parse_corpora(words: Sequence[str], flag: str = "--data-path") -> Corpora:
         raise UsageError(f"{flag}: {len(prefixes):,} corpora are more than the {MOST_DATASETS:,} that can be blended")
     for weight, word, prefix in zip(weights, words[::2], prefixes, strict=True):
         if weight is None or not (math.isfinite(weight) and weight > 0):
-            raise UsageError(f"{flag}: {word!r} before {prefix} is no weight; write pairs such as 0.3 a 0.7 b")
+            raise UsageError(f"{flag}: {word!r} before {prefix} is not a weight; write pairs such as 0.3 a 0.7 b")
     return Corpora(prefixes, tuple(weight for weight in weights if weight is not None))
 
 

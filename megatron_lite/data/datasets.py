@@ -95,21 +95,21 @@ def _finetune_datasets(
 
 
 def _check(options: DataOptions) -> None:
-    apart = [name for name in SPLITS if getattr(options, f"{name}_data_path")]
-    sources = [bool(options.mock_data), bool(options.data_path), bool(options.finetune_data), bool(apart)]
+    separate = [name for name in SPLITS if getattr(options, f"{name}_data_path")]
+    sources = [bool(options.mock_data), bool(options.data_path), bool(options.finetune_data), bool(separate)]
     if sum(sources) != 1:
         raise UsageError(
             "give one of --data-path, --train-data-path (with --valid-data-path, --test-data-path), --finetune-data, --mock-data; "
             + ("nothing says what to train on" if not any(sources) else "they exclude each other")
         )
-    if apart and options.split is not None:
-        raise UsageError(f"--split cuts --data-path; with --{apart[0]}-data-path there is nothing to cut")
+    if separate and options.split is not None:
+        raise UsageError(f"--split divides --data-path; with --{separate[0]}-data-path there is nothing to divide")
     if options.seq_length < 1:
         raise UsageError(f"--seq-length {options.seq_length}: a sample has one token at least")
 
 
 def _form(options: DataOptions, tokenizer: Tokenizer) -> SampleForm:
-    """A padding token that is the end token too can't be told from it in the data, so nothing counts as padding then."""
+    """A padding token that is the end token too can't be distinguished from it in the data, so nothing counts as padding then."""
     pad = tokenizer.pad
     resets = options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss
     eod = _eod(tokenizer) if any(resets) else tokenizer.eod

@@ -124,9 +124,9 @@ def read_fields(record: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         fields = json.loads(record)
     except (ValueError, RecursionError) as error:
-        raise BadRecord(f"is no JSON: {error}") from error
+        raise BadRecord(f"is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise BadRecord("is no JSON object")
+        raise BadRecord("is not a JSON object")
     return fields
 
 

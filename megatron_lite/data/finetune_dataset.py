@@ -1,4 +1,4 @@
-"""`--finetune-data`: examples to learn from, several packed into a sample; none is cut in two, and none sees another.
+"""`--finetune-data`: examples to learn from, several packed into a sample; none is split in two, and none sees another.
 
 {"prompt": …, "completion": …}      learns the completion and the end, not the prompt; also "input" and "output"
 {"text": …}                          learns all of it
@@ -72,7 +72,7 @@ def _texts(fields: Mapping[str, Any]) -> tuple[str, str]:
 
 
 class FinetuneDataset:
-    """Samples of whole examples; what doesn't fill a sample counts for nothing, what is longer is cut at its end."""
+    """Samples of whole examples; what doesn't fill a sample counts for nothing, what is longer is truncated."""
 
     def __init__(
         self, examples: Examples, members: NDArray[np.int32], seq_length: int, samples: int | None, seed: int

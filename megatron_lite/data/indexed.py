@@ -10,7 +10,7 @@
        34   int32[S]    tokens of each sequence
             int64[S]    where it starts in the .bin, in bytes
             int64[D]    0, then the number of sequences up to the end of each document
-            int8[S]     mode of each sequence: multimodal datasets only, and nothing but the size of the file tells
+            int8[S]     mode of each sequence: multimodal datasets only, and only the size of the file shows it
 
 Data for GPT has one sequence a document, data for BERT and T5 one a sentence. As megatron-core 0.16 reads and writes it.
 """
@@ -129,11 +129,11 @@ class IndexedDataset(Documents):
             end = int(self._pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
             if end != size:
                 raise CorruptCheckpoint(
-                    f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} knows of {end:,}; they are of two datasets, "
+                    f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists {end:,}; they are of two datasets, "
                     "or writing was interrupted"
                 )
         elif size:
-            raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} knows of none")
+            raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists none")
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
@@ -146,7 +146,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:
     if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
         raise CorruptCheckpoint(
-            f"{path}: is no index of a Megatron dataset: it doesn't start with {MAGIC[:7].decode()}"
+            f"{path}: is not an index of a Megatron dataset: it doesn't start with {MAGIC[:7].decode()}"
         )
     _, version, code, sequences, entries = HEADER.unpack(index[: HEADER.size])
     if version != VERSION:

@@ -6,7 +6,7 @@ from megaconv.errors import UsageError
 from megatron_lite.data.packages import package
 
 LONGEST = 1_000_000
-"""Characters that are split at once, as in Megatron: a longer text is also cut there."""
+"""Characters that are split at once, as in Megatron: a longer text is also split there."""
 
 Splitter = Callable[[str], list[str]]
 

@@ -1,4 +1,4 @@
-"""Text to be preprocessed: JSON lines, plain or compressed with gzip or zstandard, and parquet; told apart by their first bytes."""
+"""Text to be preprocessed: JSON lines, plain or compressed with gzip or zstandard, and parquet; distinguished by their first bytes."""
 
 import glob
 import gzip
@@ -92,7 +92,7 @@ def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
 
 
 def _zstd_chunks(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame, because the reader of the package doesn't tell a file that ends inside of one."""
+    """Frame by frame, because the reader of the package doesn't detect a file that ends inside of one."""
     zstandard = package("zstandard", f"{name}: reading it")
     frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
     try:

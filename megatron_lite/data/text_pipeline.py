@@ -48,7 +48,7 @@ def preprocess(
 ) -> list[Written]:
     """Write OUTPUT_PREFIX_KEY_document.bin and .idx for each key; `_sentence` when sentences are split.
 
-    advance: is told the documents and bytes of text that were done. warn: is told of each bad line that is skipped.
+    advance: gets the documents and bytes of text that were done. warn: gets each bad line that is skipped.
     Raises CorruptCheckpoint for a bad line, naming file and line, and for damaged files, UsageError, TargetExists;
     nothing is left behind then.
     """

@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
         try:
             self._processor = processor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise CorruptCheckpoint(f"{path}: is no sentencepiece model: {error}") from error
+            raise CorruptCheckpoint(f"{path}: is not a sentencepiece model: {error}") from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod, self.pad, self.bos = (
             number if number >= 0 else None
@@ -172,7 +172,7 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     except Exception as error:  # tokenizers raises Exception itself
         raise CorruptCheckpoint(
-            f"{vocab_file}, {merge_file}: are no vocabulary and merges of GPT-2: {error}"
+            f"{vocab_file}, {merge_file}: are not a vocabulary and merges of GPT-2: {error}"
         ) from error
     if END_OF_TEXT not in vocabulary:
         raise CorruptCheckpoint(f"{vocab_file}: has no {END_OF_TEXT}, with which documents end")
@@ -189,7 +189,7 @@ def _bert(vocab_file: Path) -> RustTokenizer:
     words = vocab_file.read_text(encoding="utf-8").splitlines()
     missing = [word for word in BERT_SPECIAL if word not in words]
     if missing:
-        raise CorruptCheckpoint(f"{vocab_file}: has no {', '.join(missing)}; it is no vocabulary of BERT")
+        raise CorruptCheckpoint(f"{vocab_file}: has no {', '.join(missing)}; it is not a BERT vocabulary")
     tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

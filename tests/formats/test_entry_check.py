@@ -108,7 +108,7 @@ def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing
         assert isinstance(value, dict)
         return {name: read_tensor(tensor).tobytes() for name, tensor in value.items()}
 
-    intact, chance, told = everything(saved), random.Random(1), 0
+    intact, chance, found = everything(saved), random.Random(1), 0
     for _ in range(300):
         content = bytearray(saved.read_bytes())
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -116,8 +116,8 @@ def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing
         try:
             assert everything(tmp_path / "x.pt") == intact
         except CheckpointError:
-            told += 1
-    assert told > 250
+            found += 1
+    assert found > 250
 
 
 def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None:
@@ -131,36 +131,58 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
     assert value["a"].check is None or read_tensor(value["a"]).tobytes() == torch.ones(3).numpy().tobytes()
 
 
-def test_what_nobody_needed_is_read_at_the_end_where_it_is_the_smaller_part(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("box", "found"),
+    [(Box(0, 40, 0, 32), True), (Box(3, 5, 0, 32), True), (Box(0, 64, 3, 5), True), (None, False)],
+    ids=["most", "little", "columns", "nothing"],
+)
+def test_the_rest_of_what_was_read_in_part_is_read_at_the_end(
+    box: Box | None, found: bool, saved: Path, tmp_path: Path
+) -> None:
     intact = torch_zip.read(saved)
     assert isinstance(intact, dict)
     content = bytearray(saved.read_bytes())
     content[intact["a"].offset] ^= 1
     (tmp_path / "x.pt").write_bytes(content)
-    for rows, told in ((40, True), (20, False)):
-        opened = OpenedFiles()
-        with opened:
-            value = torch_zip.read(tmp_path / "x.pt")
-        assert isinstance(value, dict)
-        value["a"].read_into(Box(0, rows, 0, 32), np.empty((rows, 128), np.uint8))
-        if told:
-            with pytest.raises(CorruptCheckpoint, match="checksum"):
-                opened.finish_checks()
-        else:
-            opened.finish_checks()
+    opened = OpenedFiles()
+    with opened:
+        value = torch_zip.read(tmp_path / "x.pt")
+    assert isinstance(value, dict)
+    if box is not None:
+        value["a"].read_into(box, np.empty((box.rows, box.cols * 4), np.uint8))
+    if found:
+        with pytest.raises(CorruptCheckpoint, match="checksum"):
+            opened.require_as_stored()
+    else:
+        opened.require_as_stored()
 
 
-def test_a_damaged_vocabulary_that_is_padded_is_not_converted(tmp_path: Path) -> None:
-    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=131), tmp_path / "core", saver="core")
+@pytest.mark.parametrize("vocab", [131, 17], ids=["hardly padded", "mostly padding"])
+def test_a_damaged_vocabulary_that_is_padded_is_not_converted(vocab: int, tmp_path: Path) -> None:
+    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=vocab), tmp_path / "core", saver="core")
     (tmp_path / "core" / "megaconv.json").unlink()
     (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
     state = torch_zip.read(file)
     assert isinstance(state, dict)
     embedding = state["model"]["embedding.word_embeddings.weight"]
-    assert embedding.shape[0] > 131
+    assert embedding.shape[0] > vocab
     content = bytearray(file.read_bytes())
     content[embedding.offset] ^= 1
     file.write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match="checksum"):
         megaconv.convert(tmp_path / "core", tmp_path / "out", saver="hf")
     assert not (tmp_path / "out").exists()
+
+
+def test_damaged_padding_is_found_by_verify_and_fingerprint(tmp_path: Path) -> None:
+    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=17), tmp_path / "core", saver="core")
+    (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
+    state = torch_zip.read(file)
+    assert isinstance(state, dict)
+    embedding = state["model"]["embedding.word_embeddings.weight"]
+    content = bytearray(file.read_bytes())
+    content[embedding.offset + embedding.shape[1] * 2 * 100] ^= 1  # of row 100, behind the vocabulary
+    file.write_bytes(content)
+    for command in (megaconv.verify, megaconv.fingerprint):
+        with pytest.raises(CorruptCheckpoint, match="checksum"):
+            command(tmp_path / "core")

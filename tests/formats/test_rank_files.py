@@ -109,13 +109,13 @@ def test_a_tracker_of_binary_garbage_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "expected"),
     [("5", "says 5"), ("release", "says release"), ("9" * 300, "300 characters"), ("9" * 4000, "4000 char")],
 )
-def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str, told: str) -> None:
+def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str, expected: str) -> None:
     make(tmp_path / "iter_0000009", "mp_rank_00")
     track(tmp_path, word)
-    with pytest.raises(CorruptCheckpoint, match=rf"latest_checkpointed_iteration\.txt: .*{told}"):
+    with pytest.raises(CorruptCheckpoint, match=rf"latest_checkpointed_iteration\.txt: .*{expected}"):
         find_version(tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_a_directory_in_place_of_a_rank_file_is_named(tmp_path: Path) -> None:
 
 def test_different_kinds_of_rank_directories_are_refused(tmp_path: Path) -> None:
     version = make(tmp_path / "iter_0000005", "mp_rank_00", "mp_rank_00_001")
-    with pytest.raises(CorruptCheckpoint, match="different kinds lie side by side: mp_rank_00, mp_rank_00_001"):
+    with pytest.raises(CorruptCheckpoint, match="different kinds in one place: mp_rank_00, mp_rank_00_001"):
         read(version)
 
 

@@ -162,7 +162,7 @@ def test_tensors_are_on_disk_before_the_journal_vouches_for_them(
     monkeypatch.setattr(StagedFile, "sync", note_sync)
     monkeypatch.setattr(Staging, "record", note_record)
     monkeypatch.setattr(transfer, "JOURNAL_SECONDS", 0)
-    monkeypatch.setattr(transfer.Transfer, "_write_frames", lambda self: self._record())
+    monkeypatch.setattr(transfer.Transfer, "_write_headers", lambda self: self._record())
     convert(write_llama(tmp_path / "model"), tmp_path / "out", "core", ConvertOptions(save=SaveOptions(tp=2, pp=2)))
     synced: set[str] = set()
     vouched: set[str] = set()
@@ -272,7 +272,7 @@ def test_a_resumed_conversion_is_right_even_where_a_file_was_lost(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer.Transfer, "_write_frames", interrupt)
+        patch.setattr(transfer.Transfer, "_write_headers", interrupt)
         with pytest.raises(KeyboardInterrupt):
             convert(model, target, "core", options)
     (file,) = partial(target).rglob("*.pt")
@@ -368,3 +368,14 @@ def test_too_little_space_is_told_with_both_numbers(target: Path) -> None:
     Staging(target).require_space(1)
     with pytest.raises(NotEnoughSpace, match=r"1,000,000,000,000,000,000 bytes are needed, .* has [\d,]+ free"):
         Staging(target / "not" / "there").require_space(10**18)
+
+
+def test_a_journal_whose_first_line_occurs_again_is_not_believed(target: Path) -> None:
+    output, _ = begin(target)
+    output.record([{"tensor": 1}])
+    output.keep()
+    journal = partial(target) / "journal.jsonl"
+    first, *rest = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(first + first + b"".join(rest))
+    _, entries = begin(target, resume=True)
+    assert entries == []

@@ -66,7 +66,7 @@ def test_metadata_is_made_of_names_that_torch_knows() -> None:
         assert written.count(line) == 1
 
 
-def test_envelopes_lie_side_by_side_in_the_emptiest_file() -> None:
+def test_archives_lie_side_by_side_in_the_emptiest_file() -> None:
     files = DistcpFiles(2)
     places = [files.add_chunk("a", (3, 1000), "float32", (row, 0), (1, 1000)) for row in range(3)]
     assert [file for file, _ in places] == ["__0_0.distcp", "__1_0.distcp", "__0_0.distcp"]

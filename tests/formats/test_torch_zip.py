@@ -240,7 +240,7 @@ def write(layout: FileLayout, path: Path) -> None:
     contents = {key: CONTENT[: record.nbytes] for key, record in layout.records.items()}
     with path.open("wb") as file:
         file.truncate(layout.size)
-        for offset, content in layout.frame({key: crc32(content) for key, content in contents.items()}):
+        for offset, content in layout.headers({key: crc32(content) for key, content in contents.items()}):
             file.seek(offset)
             file.write(content)
         for key, content in contents.items():
@@ -327,7 +327,7 @@ EXAMPLE = {
 
 def test_frame_and_records_cover_the_file_exactly() -> None:
     layout = plan(EXAMPLE, "model_optim_rng")
-    ranges = [(offset, offset + len(content)) for offset, content in layout.frame(dict.fromkeys(layout.records, 0))]
+    ranges = [(offset, offset + len(content)) for offset, content in layout.headers(dict.fromkeys(layout.records, 0))]
     ranges += [(record.offset, record.offset + record.nbytes) for record in layout.records.values() if record.nbytes]
     ends = [0, *(end for _, end in sorted(ranges))]
     assert [start for start, _ in sorted(ranges)] == ends[:-1]
@@ -351,7 +351,7 @@ def test_every_payload_is_aligned_and_in_the_order_of_torch(folder: Path) -> Non
 
 def test_the_bytes_of_a_small_file() -> None:
     layout = plan({"w": Placeholder("w", (2,), "float32")}, "x")
-    frame = dict(layout.frame({"w": 0x01020304}))
+    headers = dict(layout.headers({"w": 0x01020304}))
     pickled = (
         b"\x80\x02}(X\x01\x00\x00\x00wq\x00ctorch._utils\n_rebuild_tensor_v2\nq\x01((X\x07\x00\x00\x00storageq\x02"
         b"ctorch\nFloatStorage\nq\x03X\x01\x00\x00\x000q\x04X\x03\x00\x00\x00cpuq\x05K\x02tQK\x00K\x02\x85K\x01\x85\x89"
@@ -359,21 +359,21 @@ def test_the_bytes_of_a_small_file() -> None:
     )
     size = len(pickled)
     header = b"PK\3\4\x14\0\0\x08\0\0\0\0\x21\0" + struct.pack("<3I2H", crc32(pickled), size, size, 10, 24)
-    assert frame[0] == header + b"x/data.pkl" + b"FB\x14\0" + b"Z" * 20 + pickled
+    assert headers[0] == header + b"x/data.pkl" + b"FB\x14\0" + b"Z" * 20 + pickled
     record = layout.records["w"]
     header = b"PK\3\4\x14\0\0\x08\0\0\0\0\x21\0\4\3\2\1\x08\0\0\0\x08\0\0\0\x08\0"
-    assert header in b"".join(frame.values())
+    assert header in b"".join(headers.values())
     assert (record.offset % 64, record.nbytes) == (0, 8)
     assert layout.contents["x/.data/serialization_id"].isdigit()
     assert len(layout.contents["x/.data/serialization_id"]) == 40
     small = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little", "version": b"3\n"}
     assert {name: layout.contents[f"x/{name}"] for name in small} == small
-    start = max(frame)
-    assert frame[start].endswith(b"PK\5\6\0\0\0\0\7\0\7\0" + struct.pack("<2IH", len(frame[start]) - 22, start, 0))
+    start = max(headers)
+    assert headers[start].endswith(b"PK\5\6\0\0\0\0\7\0\7\0" + struct.pack("<2IH", len(headers[start]) - 22, start, 0))
 
 
 def test_the_same_object_gives_the_same_file() -> None:
-    first, second = (list(plan(EXAMPLE, "x").frame(dict.fromkeys(plan(EXAMPLE, "x").records, 1))) for _ in range(2))
+    first, second = (list(plan(EXAMPLE, "x").headers(dict.fromkeys(plan(EXAMPLE, "x").records, 1))) for _ in range(2))
     assert first == second
 
 
@@ -408,7 +408,9 @@ def test_files_beyond_4_gib_are_laid_out_as_torch_expects(folder: Path, shape: t
     path = folder / "sparse.pt"
     with path.open("wb") as file:
         file.truncate(layout.size)
-        for offset, content in layout.frame({key: zeros_crc(record.nbytes) for key, record in layout.records.items()}):
+        for offset, content in layout.headers(
+            {key: zeros_crc(record.nbytes) for key, record in layout.records.items()}
+        ):
             file.seek(offset)
             file.write(content)
     with zipfile.ZipFile(path) as archive:
@@ -442,7 +444,7 @@ def test_a_file_of_70000_records_is_written_and_read(folder: Path) -> None:
     path = folder / "many.pt"
     with path.open("wb") as file:
         file.truncate(layout.size)
-        for offset, content in layout.frame(dict.fromkeys(layout.records, 0)):
+        for offset, content in layout.headers(dict.fromkeys(layout.records, 0)):
             file.seek(offset)
             file.write(content)
     with zipfile.ZipFile(path) as archive:
@@ -553,10 +555,10 @@ def test_a_file_that_is_not_there_is_refused(folder: Path) -> None:
         (members(pickled(offset=-1)), "natural numbers"),
         (members(pickled(shape=-1)), "natural numbers"),
         (members(pickled(stride=-1)), "natural numbers"),
-        (members(pickled(elements=-1)), "something that is no storage"),
-        (members(pickled(storage=b"Tensor")), "something that is no storage"),
+        (members(pickled(elements=-1)), "something that is not a storage"),
+        (members(pickled(storage=b"Tensor")), "something that is not a storage"),
         (members(pickled(storage=b"QInt8Storage")), "tensors of this type can't be read"),
-        (members(b"K\x07Q."), "something that is no storage"),
+        (members(b"K\x07Q."), "something that is not a storage"),
         (members(b"\x80\x02"), "broken pickle"),
         (members() | {"x/byteorder": b"big"}, "big-endian"),
         (members() | {"y/data.pkl": b"N."}, "not one of torch.save"),
@@ -597,7 +599,7 @@ def test_two_records_of_one_name_are_refused(folder: Path) -> None:
     stored(members(), path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("x/data/0", bytes(16))
-    refused(path, "two records called 'x/data/0'")
+    refused(path, "duplicate entries called 'x/data/0'")
 
 
 def test_a_symbolic_link_is_refused(folder: Path) -> None:

@@ -166,7 +166,7 @@ def _counts(bench: Bench, saver: str, way: str) -> list[int]:
     folder = bench.fresh_folder()
     if "--overwrite" in WAYS[way]:
         shutil.copytree(bench.output("other", saver).path, folder / "out")
-    told = os.memfd_create("counts")
+    reported = os.memfd_create("counts")
 
     def report() -> None:
         _arm(bench, None)
@@ -175,15 +175,15 @@ def _counts(bench: Bench, saver: str, way: str) -> list[int]:
         def main() -> int:
             status = ended()
             counts = [_library().failing_calls_count(kind) for kind in range(len(KINDS))]
-            os.write(told, " ".join(map(str, counts)).encode())
+            os.write(reported, " ".join(map(str, counts)).encode())
             return status
 
         server.call_main = main
 
     arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], WAYS[way])
     outcome = server.run(*arguments, folder=folder, prepare=report)
-    counts = [int(word) for word in os.pread(told, 4096, 0).split()]
-    os.close(told)
+    counts = [int(word) for word in os.pread(reported, 4096, 0).split()]
+    os.close(reported)
     assert outcome.status == 0, outcome.err
     assert sum(counts), "the preloaded library sees no calls"
     return counts

@@ -157,16 +157,16 @@ _TURNS = [index for index, target in enumerate(TARGETS) for _ in range(target[4]
 def attack(bench: Bench, case: int) -> None:
     target = TARGETS[_TURNS[case % len(_TURNS)]]
     folder, real = bench.fresh_folder(), seeds(bench, target[3])
-    told, place = os.memfd_create("failures"), os.memfd_create("place")
+    reported, place = os.memfd_create("failures"), os.memfd_create("place")
     process = os.fork()
     if not process:
-        _fuzz(target, real, bench, case, folder, told, place)
+        _fuzz(target, real, bench, case, folder, reported, place)
     timer = _watchdog(process)
     _, status = os.waitpid(process, 0)
     timer()
     number = int(os.pread(place, 20, 0) or b"0")
-    found = json.loads(os.pread(told, 1 << 24, 0) or b"[]")
-    os.close(told)
+    found = json.loads(os.pread(reported, 1 << 24, 0) or b"[]")
+    os.close(reported)
     os.close(place)
     if status:
         promise = "hang" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM else "traceback"
@@ -191,7 +191,7 @@ def _watchdog(process: int) -> Callable[[], object]:
     return stop
 
 
-def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: Path, told: int, place: int) -> None:
+def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: Path, reported: int, place: int) -> None:
     """Ends this process."""
     name, make, parse, _, _ = target
     failures: list[tuple[str, str]] = []
@@ -213,7 +213,7 @@ def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: P
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > MEMORY_BYTES:
             failures.append(("memory", _described(number, content, "half a gigabyte")))
             break
-    os.pwrite(told, json.dumps(failures[:50]).encode(), 0)
+    os.pwrite(reported, json.dumps(failures[:50]).encode(), 0)
     os._exit(0)
 
 

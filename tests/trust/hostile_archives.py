@@ -1,4 +1,4 @@
-"""Zip archives that no torch wrote: bombs, members that overlap or lead elsewhere, directories that contradict the members."""
+"""Zip archives that no torch wrote: bombs, entries that overlap or lead elsewhere, directories that contradict the members."""
 
 import io
 import stat

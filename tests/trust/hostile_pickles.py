@@ -24,15 +24,15 @@ def attack(bench: Bench, case: int) -> None:
     bench.fresh_folder()
     source = bench.copy(container.checkpoint)
     maker, text = random.choice(_MAKERS)
-    told: list[str] = []
+    reported: list[str] = []
 
     def change(old: bytes) -> bytes:
         new, what = maker(old, random)
-        told.append(what)
+        reported.append(what)
         return new
 
     replace_pickle(source, container, change)
-    judge(bench, random, what := f"{container}: {text} {' '.join(told)}")
+    judge(bench, random, what := f"{container}: {text} {' '.join(reported)}")
     record = bench.folder / "out" / RECORD_NAME
     if text == "hidden:" and record.exists():
         expected = _fingerprint(bench, container.checkpoint)

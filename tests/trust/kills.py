@@ -74,9 +74,9 @@ SCENARIOS = [Scenario(saver, way) for way in WAYS for saver in SAVERS]
 class Steps:
     """Counts steps in this process, from any thread, and kills it at one of them."""
 
-    def __init__(self, fatal: int | None = None, told: int | None = None) -> None:
-        """fatal: the number of the step, from 0. told: a descriptor that gets every step's name."""
-        self._fatal, self._told, self._count, self._lock = fatal, told, 0, Lock()
+    def __init__(self, fatal: int | None = None, reported: int | None = None) -> None:
+        """fatal: the number of the step, from 0. reported: a descriptor that gets every step's name."""
+        self._fatal, self._reported, self._count, self._lock = fatal, reported, 0, Lock()
 
     def install(self, *, exchange: bool = True) -> None:
         """exchange: whether two names can be exchanged; else the call fails as NFS has it fail."""
@@ -104,8 +104,8 @@ class Steps:
             if self._count == self._fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._count += 1
-            if self._told is not None:
-                os.write(self._told, f"{name}\n".encode())
+            if self._reported is not None:
+                os.write(self._reported, f"{name}\n".encode())
 
 
 def journal_every_tensor() -> None:
@@ -149,10 +149,10 @@ def attack(bench: Bench, number: int) -> None:
     _judge_repetition(scenario, folder, arguments, new, what)
 
 
-def _preparation(scenario: Scenario, step: int | None, told: int | None = None) -> Callable[[], None]:
+def _preparation(scenario: Scenario, step: int | None, reported: int | None = None) -> Callable[[], None]:
     def prepare() -> None:
         journal_every_tensor()
-        Steps(step, told).install(exchange="no exchange" not in scenario.way)
+        Steps(step, reported).install(exchange="no exchange" not in scenario.way)
 
     return prepare
 
@@ -207,11 +207,11 @@ def _steps_of(bench: Bench, scenario: Scenario) -> list[tuple[int, str]]:
     folder = bench.fresh_folder()
     _put_old_output(bench, scenario, folder / "out")
     arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options)
-    told = os.memfd_create("steps")
-    outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None, told))
+    reported = os.memfd_create("steps")
+    outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None, reported))
     assert outcome.status == 0, outcome.err
-    names = os.pread(told, 1 << 20, 0).decode().splitlines()
-    os.close(told)
+    names = os.pread(reported, 1 << 20, 0).decode().splitlines()
+    os.close(reported)
     bench.fresh_folder()
     steps = list(enumerate(names))
     bench.random(f"steps of {scenario}", 0).shuffle(steps)

@@ -102,7 +102,7 @@ def _judge_convert(bench: Bench, checkpoint: Checkpoint, damage: Damage, content
         permitted = unnoticeable(damage, content)
     if not permitted:
         raise Failure(
-            "wrong", f"{what}: exit 0, and {', '.join(differing)} differ; told: {outcome.err.strip()[:200]!r}"
+            "wrong", f"{what}: exit 0, and {', '.join(differing)} differ; reported: {outcome.err.strip()[:200]!r}"
         )
 
 

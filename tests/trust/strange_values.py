@@ -14,7 +14,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def mutate_json(content: bytes, random: Random) -> tuple[bytes, str]:
-    """A changed document, and what was changed. Content that is no JSON comes back with a byte inserted."""
+    """A changed document, and what was changed. Content that is not JSON comes back with a byte inserted."""
     try:
         document = json.loads(content)
     except ValueError:

@@ -25,7 +25,7 @@ class Run(NamedTuple):
     def command(self) -> str:
         from tests.trainer.loop.launches import LLAMA
 
-        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --keep-last 2 --resume {self.keys}"
+        return f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 1 --keep-last 2 --resume {self.words}"
 
 
 _KEPT = ("iter_0000003", "iter_0000004", "latest")
@@ -114,8 +114,8 @@ def _launch_undisturbed(bench: Bench, run: Run, prepare: Callable[[str, int], No
 
 
 def _count(folder: str, rank: int) -> None:
-    told = os.open(Path(folder) / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
-    Steps(told=told).install()
+    reported = os.open(Path(folder) / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
+    Steps(reported=reported).install()
 
 
 def _keep_all(folder: str, rank: int) -> None:

@@ -9,7 +9,7 @@ _NAMES = {"model.embed_tokens": "body.embed", "model.layers.": "body.blocks.", "
 
 
 def _renamed(row: Row) -> Row:
-    """Only Hugging Face's names differ. Meta's files and Megatron's legacy models have no words for a Pebble."""
+    """Only Hugging Face's names differ. Meta's files and Megatron's legacy models don't support a Pebble."""
     (spelling,) = row.names["hf"]
     name = spelling.name
     for llama, pebble in _NAMES.items():

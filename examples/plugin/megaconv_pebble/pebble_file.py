@@ -59,7 +59,7 @@ class PebbleLayout:
         self.size = start + position
         self.records = {name: Record(start + offset, nbytes) for name, (offset, nbytes) in spans.items()}
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """Everything that is no tensor. Gaps between tensors stay zero."""
         yield 0, self._header
 

@@ -70,8 +70,8 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
 
     def read(raw: Raw) -> Fields:
         hidden, count = need_size(raw, "hidden_size"), need_size(raw, "num_attention_heads")
-        said = {"num_key_value_heads": kv_heads, **raw}
-        groups = count if said["num_key_value_heads"] is None else need_size(said, "num_key_value_heads")
+        given = {"num_key_value_heads": kv_heads, **raw}
+        groups = count if given["num_key_value_heads"] is None else need_size(given, "num_key_value_heads")
         if count % groups:
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: num_key_value_heads {groups} doesn't divide num_attention_heads {count}"
@@ -96,7 +96,7 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
-    """Base and scaling. theta, scaling: of a config.json that doesn't speak of them."""
+    """Base and scaling. theta, scaling: of a config.json that doesn't mention them."""
 
     def read(raw: Raw) -> Fields:
         silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
@@ -122,7 +122,9 @@ def partial_rotation(default: float) -> Keys:
 
 def _whole_heads(raw: Raw) -> Fields:
     if rotary_percent(raw, 1.0) != 1.0:
-        raise NotExpressible(f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not known in this architecture")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: {_PERCENT} {rotary_percent(raw, 1.0)} is not supported in this architecture"
+        )
     return {}
 
 
@@ -178,7 +180,7 @@ def window(default: int | None) -> Keys:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """transformers' word for each layer's attention."""
+    """transformers' name of each layer's attention."""
     return ["full_attention" if kind.window is None else "sliding_attention" for kind in config.layers]
 
 
@@ -187,7 +189,7 @@ def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
     layers, kinds = need_size(raw, "num_hidden_layers"), raw.get("layer_types") or otherwise
     others = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
     if others:
-        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which is not known in this architecture")
+        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which this architecture doesn't support")
     if len(kinds) != layers:
         raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {len(kinds)} layers, the model has {layers}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -220,9 +222,9 @@ GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "s
 """Two names for one activation."""
 
 DENSE = "rope pre_norm !sinks !clamped !mixture !mla !encoder !transform"
-"""What tells dense decoders with rotary positions from all others."""
+"""What distinguishes dense decoders with rotary positions from all others."""
 PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"
-"""What tells a Llama-like one among them; what tells one from another comes on top."""
+"""What distinguishes a Llama-like one among them; what distinguishes one from another comes on top."""
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 
 

@@ -1,4 +1,4 @@
-"""A config.json as a file: read, checked for quantized weights, and written again with the model's own words where they are known."""
+"""A config.json as a file: read, checked for quantized weights, and written again with the model's own keys where they are known."""
 
 import json
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ def load_config(path: Path) -> dict[str, Any]:
 
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:
     """How config.json says that weights are quantized, None where they aren't. Raises NotExpressible for what can't be read."""
-    said = config.get("quantization_config")
-    if not said:
+    given = config.get("quantization_config")
+    if not given:
         return None
-    method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else said
+    method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
     if method not in QUANT_METHODS:
         raise NotExpressible(
             f"{where}: the weights are quantized ({method}); convert an unquantized copy of the model, "
@@ -44,14 +44,14 @@ _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """What transformers 5 says in rope_parameters instead."""
 
 
-def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's own config.json, word for word, with what is otherwise now.
+def updated(given: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's own config.json, key by key, with what is otherwise now.
 
     before, now: the file as we write it of the model that it describes, and of the one there is.
     """
     changes = {key: value for key, value in now.items() if key not in before or before[key] != value}
     dtype = changes.pop("torch_dtype", None)
-    merged = {**said, **changes, **({} if dtype is None else {"dtype" if "dtype" in said else "torch_dtype": dtype})}
+    merged = {**given, **changes, **({} if dtype is None else {"dtype" if "dtype" in given else "torch_dtype": dtype})}
     merged.setdefault("architectures", now["architectures"])
     merged.pop("quantization_config", None)  # what was quantized no longer is
     if changes.keys() & set(_ROPE) and "rope_parameters" in merged and "rope_parameters" not in now:
@@ -60,8 +60,8 @@ def updated(said: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str
     return merged
 
 
-def as_file(words: Mapping[str, Any]) -> bytes:
+def as_file(config: Mapping[str, Any]) -> bytes:
     try:
-        return (json.dumps(words, indent=2, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # half a character, which JSON can spell and UTF-8 can't
-        return (json.dumps(words, indent=2) + "\n").encode()
+        return (json.dumps(config, indent=2) + "\n").encode()

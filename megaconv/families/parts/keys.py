@@ -153,7 +153,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         word = raw.get(key, default)
         if word not in values:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {word!r} is not known in this architecture; expected {' or '.join(values)}"
+                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; expected {' or '.join(values)}"
             )
         return {field: values[word]}
 
@@ -182,12 +182,12 @@ def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: 
     for key, value in {**OFF, **only}.items():
         if raw.get(key, value) != value:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {raw[key]!r} is not known in this architecture, only {value!r} is"
+                f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
             )
-    told: dict[str, Any] = dict(fixed)
+    given: dict[str, Any] = dict(fixed)
     for each in keys:
-        told |= each.read(raw)
-    return from_fields(family, told, dict(raw))
+        given |= each.read(raw)
+    return from_fields(family, given, dict(raw))
 
 
 def write_keys(

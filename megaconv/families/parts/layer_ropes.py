@@ -23,14 +23,14 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
 
     def read(raw: Raw) -> Fields:
         full, windowed = _nested(raw, theta, local_theta or theta) or _flat(raw, theta, local_theta)
-        told = {"positions.theta": full[0], "positions.scaling": full[1]}
+        given = {"positions.theta": full[0], "positions.scaling": full[1]}
         if local_theta is None and full == windowed:
-            return told
+            return given
         if windowed[1] is not None:
             raise NotExpressible(
                 f"{CONFIG_NAME}: rope scaling of layers with a window alone is not supported: {windowed[1]}"
             )
-        return told | {"positions.local_theta": windowed[0]}
+        return given | {"positions.local_theta": windowed[0]}
 
     def write(config: ModelConfig) -> Raw:
         positions = config.positions

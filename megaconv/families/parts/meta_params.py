@@ -5,7 +5,7 @@
     {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
      "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}                                    (Mistral: 7B v0.1)
 
-A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither tells token ids, nor Meta's how
+A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither has token ids, nor Meta's how
 many positions there are or how rope is scaled. What is assumed instead:
 
     Llama 1     2048 positions                               bos 1, eos 2
@@ -33,7 +33,7 @@ from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
 
 PARAMS_NAME = "params.json"
 KINDS = {"meta": "Meta's", "mistral": "Mistral's"}
-"""Whose files: the word for --checkpoint-type, and for people."""
+"""Whose files: the value of --checkpoint-type, and for people."""
 
 _UNKNOWN = {
     "quantization_args": "quantized weights", "quantization": "quantized weights", "lora_args": "LoRA weights", "lora": "LoRA weights",
@@ -47,7 +47,7 @@ _PUBLISHED = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3))
 
 
 def load_params(path: Path) -> dict[str, Any]:
-    """Raises CorruptCheckpoint when the file is no JSON object, NotExpressible for models that aren't plain decoders."""
+    """Raises CorruptCheckpoint when the file is not a JSON object, NotExpressible for models that aren't plain decoders."""
     params = read_json(path, CONFIG_BYTES)
     params = params.get("model", params) if isinstance(params, dict) else params
     if not isinstance(params, dict):
@@ -59,7 +59,7 @@ def load_params(path: Path) -> dict[str, Any]:
 
 
 def kind_of(params: Mapping[str, Any]) -> str:
-    """`mistral` where the width of the MLP is told, as Meta never does; else `meta`."""
+    """`mistral` where the width of the MLP is given, as Meta never does; else `meta`."""
     return "mistral" if "hidden_dim" in params else "meta"
 
 
@@ -158,12 +158,12 @@ def _per_head(params: Mapping[str, Any]) -> int:
 
 
 def is_llama3(config: ModelConfig) -> bool:
-    """Whether Meta's code for Llama 3 reads the model, which cuts the embedding by rows as the head."""
+    """Whether Meta's code for Llama 3 reads the model, which shards the embedding by rows as the head."""
     return config.vocab > 100_000 or config.positions.theta == 500_000 or _is_scaled_by_meta(config)
 
 
 def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[str, Any]:
-    """params.json for a model; allow_lossy: leave a rope scaling out that has no words there. Raises NotExpressible."""
+    """params.json for a model; allow_lossy: leave out a rope scaling that can't be represented there. Raises NotExpressible."""
     if config.has("encoder") or config.has("transform"):
         raise NotExpressible(f"the model has an encoder, which {KINDS[kind]} {PARAMS_NAME} can't represent")
     written = _write(config, kind)

@@ -46,13 +46,13 @@ def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any
 
 def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
     """As fields of the configuration, but for what concerns rope."""
-    told: dict[str, Any] = {field: _number(args, name) for name, field in _CAPS.items() if hasattr(args, name)}
+    given: dict[str, Any] = {field: _number(args, name) for name, field in _CAPS.items() if hasattr(args, name)}
     scale, scalar = _number(args, "softmax_scale"), _number(args, "query_pre_attn_scalar")
     if scale is None and scalar is not None:
         scale = scalar**-0.5
     if scale is not None and not getattr(args, "multi_latent_attention", False):  # which has a scale of its own
-        told["attention.scale"] = None if scale == head_dim**-0.5 else scale
-    return told | ({"attention.qk_norm_width": "all"} if getattr(args, QK_NORM_WIDTH, None) == "all" else {})
+        given["attention.scale"] = None if scale == head_dim**-0.5 else scale
+    return given | ({"attention.qk_norm_width": "all"} if getattr(args, QK_NORM_WIDTH, None) == "all" else {})
 
 
 def _number(args: Namespace, name: str) -> Any:
@@ -62,10 +62,10 @@ def _number(args: Namespace, name: str) -> Any:
     return value
 
 
-def require_beyond_core(told: Mapping[str, Any], member: Family) -> None:
-    """Raises CorruptCheckpoint for a field that nobody told and that must not be guessed."""
+def require_beyond_core(given: Mapping[str, Any], member: Family) -> None:
+    """Raises CorruptCheckpoint for a field that nobody gave and that must not be guessed."""
     for field in member.beyond_core:
-        if field not in told:
+        if field not in given:
             raise CorruptCheckpoint(
                 f"the checkpoint is of a {member.name}, and its args don't say {_ARGUMENTS[field]}; "
                 "give --config with the Hugging Face directory of the model"

@@ -27,13 +27,13 @@ def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool =
         value = getattr(args, name, None)
         if (not limit.only or limit.only in present) and not _is_accepted(value, limit):
             raise UnknownFamily(
-                f"the checkpoint's {name} is {value!r:.100} ({limit.computes}), which no model family that we know has; "
+                f"the checkpoint's {name} is {value!r:.100} ({limit.computes}), which no supported model family has; "
                 f"expected {_expected(limit)}"
             )
     unknown = sorted(name for name, value in vars(args).items() if name not in _KNOWN and not _is_off(value))
     if unknown:
         _log.warning(
-            "the checkpoint's args have %s, which no release of Megatron has that we know; they are not carried over, "
+            "the checkpoint's args have %s, which no known release of Megatron has; they are not converted, "
             "whatever they do to the model",
             listing(unknown),
         )
@@ -66,7 +66,7 @@ def _expected(limit: Limit) -> str:
 
 
 def _check_old_positions(args: Namespace, found: Mapping[str, Any]) -> None:
-    """Before core 0.4 a table of positions and rotary ones were chosen apart from each other: also both, or none."""
+    """Before core 0.4 a table of positions and rotary ones were chosen independently: also both, or none."""
     if hasattr(args, "position_embedding_type") or not hasattr(args, "use_rotary_position_embeddings"):
         return
     table, rotary = found.get("positions.kind") == "learned", bool(args.use_rotary_position_embeddings)

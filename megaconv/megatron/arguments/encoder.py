@@ -75,7 +75,7 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
     )
     yield (
         legacy and config.positions.kind == "relative",
-        "the model has relative positions, which Megatron's legacy models don't know: choose --saver core",
+        "the model has relative positions, which Megatron's legacy models don't support: choose --saver core",
     )
     yield (
         config.has("post_norm") and not legacy,
@@ -95,7 +95,7 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         )
         yield (
             config.head.activation == "gelu_tanh" and config.mlp.activation != "gelu_tanh",
-            "the model has the approximate gelu before its head only; Megatron has no words for that",
+            "the model has the approximate gelu before its head only, which Megatron doesn't support",
         )
     if config.head.activation or config.encoder.layers:
         yield (
@@ -119,19 +119,19 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         "the model has no norms at the end of its stacks, as Megatron core's local T5 has without Transformer Engine; "
         "others have them: choose --saver core --transformer-impl local",
     )
-    yield config.mlp.activation == "relu", "the model has relu, which Megatron has no words for"
+    yield config.mlp.activation == "relu", "the model has relu, which Megatron doesn't support"
 
 
-def read_encoder(args: Namespace, told: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
+def read_encoder(args: Namespace, given: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
     """What args say of a BERT or T5 that its tensors don't, as fields of the configuration.
 
-    told: all the others. Raises UnknownFamily.
+    given: all the others. Raises UnknownFamily.
     """
-    if told.get("experts.count"):
-        raise UnknownFamily("the checkpoint has an encoder with experts, which no model family that is known has")
-    if told.get("encoder.layers"):
+    if given.get("experts.count"):
+        raise UnknownFamily("the checkpoint has an encoder with experts, which no supported model family has")
+    if given.get("encoder.layers"):
         distance = getattr(args, "relative_attention_max_distance", None) or 128
-        return {"positions.max_distance": distance if told.get("positions.kind") == "relative" else 0}
+        return {"positions.max_distance": distance if given.get("positions.kind") == "relative" else 0}
     plain = {
         "positions.kind": "learned",
         "norm.kind": "LayerNorm",
@@ -139,7 +139,7 @@ def read_encoder(args: Namespace, told: Mapping[str, Any], *, legacy: bool) -> d
         "attention.qkv_bias": True,
         "mlp.bias": True,
     }
-    other = {name: told.get(name) for name, usual in plain.items() if told.get(name) != usual}
+    other = {name: given.get(name) for name, usual in plain.items() if given.get(name) != usual}
     if other:
         raise UnknownFamily(f"the checkpoint has BERT's head, but not its layers ({other}); expected {plain}")
     follows = {"head.activation": "gelu_tanh"} if legacy and getattr(args, "openai_gelu", False) else {}

@@ -7,7 +7,7 @@ belongs into known.REFUSED.
 from collections.abc import Mapping
 
 _BY_REASON: Mapping[str, str] = {
-    "the tensors themselves tell it": """
+    "the tensors themselves show it": """
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
         export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model
         gated_linear_unit hidden_size mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq moe_router_enable_expert_bias
@@ -271,7 +271,7 @@ _BY_REASON: Mapping[str, str] = {
         tensorboard_queue_size throughput_window_size timing_log_level timing_log_option use_nsys_profiler use_pytorch_profiler
         wandb_entity wandb_exp_name wandb_project wandb_save_dir yaml_cfg
     """,
-    "flags of megatron_lite, which says the same of the model in Megatron's words": """
+    "flags of megatron_lite, which mean the same as Megatron's": """
         compile disable_bias_linear finetune_data keep_last metrics_file no_bias_gelu_fusion no_check_for_nan_in_loss_and_grad
         peak_tflops plot resume
     """,

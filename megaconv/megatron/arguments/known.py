@@ -70,7 +70,7 @@ LIMITED: Mapping[str, Limit] = {
 
 _CONFIGURATION: Mapping[str, Limit] = {
     "softmax_type": Limit(
-        (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, of which no tensor tells"
+        (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, which no tensor shows"
     ),
     "qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
     "attention_output_gate": Limit((None, False), "the output of attention is multiplied by a gate"),
@@ -112,8 +112,8 @@ _CONFIGURATION: Mapping[str, Limit] = {
     ),
     "is_hybrid_model": Limit((None, False), "some layers are Mamba's"),
     "heterogeneous_block_specs": Limit((None, False), "layers differ from each other"),
-    "mtp_use_repeated_layer": Limit((None, False), "one layer predicts all further tokens"),
-    "mtp_hybrid_override_pattern": Limit((None,), "layers that predict further tokens are of several kinds"),
+    "mtp_use_repeated_layer": Limit((None, False), "one MTP layer predicts all further tokens"),
+    "mtp_hybrid_override_pattern": Limit((None,), "MTP layers are of several kinds"),
     "use_mup": Limit((None, False), "embeddings, attention scores and logits are scaled (muP)"),
     "enable_mhc_connections": Limit((None, False), "several residual streams, which are mixed (hyper-connections)"),
 }  # fmt: skip

@@ -16,11 +16,11 @@ from megaconv.errors import NotExpressible, UnknownFamily
 from megaconv.model.config import ModelConfig
 
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-"""What both take a missing word for."""
+"""What both take a missing key for."""
 
 
 def latent_arguments(config: ModelConfig) -> dict[str, Any]:
-    """All that tells latent attention. Raises NotExpressible for a scaling that Megatron has no words for."""
+    """All arguments of latent attention. Raises NotExpressible for a scaling that Megatron doesn't support."""
     if not config.latent.kv_rank:
         return {"multi_latent_attention": False}
     return {
@@ -47,7 +47,7 @@ def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     both = [bool(scaling.get(name)) for name in ("mscale", "mscale_all_dim")]
     if scaling["rope_type"] != "yarn" or others or both == [False, True]:
         raise NotExpressible(
-            f"rope scaling {dict(scaling)} has no equivalent in Megatron's latent attention, which knows yarn"
+            f"rope scaling {dict(scaling)} has no equivalent in Megatron's latent attention, which supports yarn only"
         )
     found = {name: scaling.get(name) or value for name, value in _YARN.items()}
     # Without mscale_all_dim the two definitions agree only if mscale is 1.
@@ -83,8 +83,8 @@ def _read_scaling(args: Namespace) -> dict[str, Any] | None:
     usual: dict[str, Any] = dict(_YARN)
     if not hasattr(args, "rope_type"):
         usual["original_max_position_embeddings"] = args.max_position_embeddings
-    words = {name: getattr(args, name, value) for name, value in usual.items()}
-    return {"rope_type": "yarn", "factor": factor, **words} | (mscales if mscales["mscale_all_dim"] else {})
+    numbers = {name: getattr(args, name, value) for name, value in usual.items()}
+    return {"rope_type": "yarn", "factor": factor, **numbers} | (mscales if mscales["mscale_all_dim"] else {})
 
 
 def _check_softmax(args: Namespace, rope_type: str | None, factor: float, mscales: Mapping[str, float]) -> None:
@@ -94,5 +94,5 @@ def _check_softmax(args: Namespace, rope_type: str | None, factor: float, mscale
     if factor > 1 and mscales[name] != expected:
         raise UnknownFamily(
             f"the checkpoint's attention scores are scaled by {name} {mscales[name]} (rotary_scaling_factor {factor}, rope_type "
-            f"{rope_type}), its rotations by another; no model family that we know has that"
+            f"{rope_type}), its rotations by another; no supported model family has that"
         )

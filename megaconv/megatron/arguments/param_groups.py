@@ -4,9 +4,9 @@
     no decay    vectors: norms and biases
     decoupled   embedding and head, where they have a learning rate of their own
 
-Experts under expert parallelism are trained by a second optimizer with groups of the same kinds. Groups are told by
-their values, never by their order, which differs between releases and pipeline stages. Groups of one kind can't be told
-apart, since checkpoints name no parameters; they have to be the same but for experts'. Source: optimizer/__init__.py of
+Experts under expert parallelism are trained by a second optimizer with groups of the same kinds. Groups are recognised by
+their values, never by their order, which differs between releases and pipeline stages. Groups of one kind can't be
+distinguished, since checkpoints name no parameters; they have to be the same but for experts'. Source: optimizer/__init__.py of
 Megatron core.
 """
 
@@ -52,7 +52,7 @@ def class_of(name: str, shape: Shape, *, decoupled: bool, decayed_embeddings: bo
 def read_group(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> ParamGroup:
     """A group of a checkpoint; tensors and objects among its settings are left out."""
     factor = group.get("wd_mult", group.get("pre_wd_mult"))
-    if factor is None:  # before 2022 there are two groups, told by the weight decay itself
+    if factor is None:  # before 2022 there are two groups, distinguished by the weight decay itself
         decayed = any(other["weight_decay"] != 0 for other in others)
         factor = 0.0 if decayed and group["weight_decay"] == 0 else 1.0
     lr_mult = float(group.get("lr_mult", group.get("pre_lr_mult", 1.0)))
@@ -70,22 +70,24 @@ def group_class(group: ParamGroup) -> Class:
 
 
 def by_class(groups: Iterable[ParamGroup], args: Namespace, where: str) -> dict[Class, ParamGroup]:
-    """The groups of one optimizer. Raises NotExpressible where it can't be told which parameters are in which group."""
+    """The groups of one optimizer. Raises NotExpressible where it can't be determined which parameters are in which group."""
     found: dict[Class, ParamGroup] = {}
     no_decoupled_lr = hasattr(args, "decoupled_lr") and args.decoupled_lr is None
     for group in groups:
         if group.lr_mult != 1:
-            raise NotExpressible(f"{where}: parameter groups with an lr_mult can't be told apart; {WITHOUT}")
+            raise NotExpressible(f"{where}: parameter groups with an lr_mult can't be distinguished; {WITHOUT}")
         if group.decoupled_lr and no_decoupled_lr:
             rate = group.settings.get("max_lr")
             raise NotExpressible(
                 f"{where}: a parameter group has a learning rate of its own (max_lr {rate}), and the args have no decoupled_lr; "
-                f"of which parameters it is can't be told; {WITHOUT}"
+                f"which parameters it applies to can't be determined; {WITHOUT}"
             )
         require_same(found.setdefault(group_class(group), group), group, where)
     for name in ("apply_wd_to_qk_layernorm", "no_weight_decay_cond_type"):
         if value := getattr(args, name, None):
-            raise NotExpressible(f"{where}: {name} is {value!r}: the weight decay of norms can't be told; {WITHOUT}")
+            raise NotExpressible(
+                f"{where}: {name} is {value!r}: the weight decay of norms can't be determined; {WITHOUT}"
+            )
     return found
 
 
@@ -98,7 +100,7 @@ def require_same(group: ParamGroup, other: ParamGroup, where: str) -> None:
         decay, decoupled = group_class(group)
         kind = f"with{'' if decay else 'out'} weight decay" + (", of embedding and head" if decoupled else "")
         raise NotExpressible(
-            f"{where}: parameter groups of one kind ({kind}) differ in {differs}; which parameters are in which can't be told "
+            f"{where}: parameter groups of one kind ({kind}) differ in {differs}; which parameters are in which can't be determined "
             f"in another layout; {WITHOUT}"
         )
 
@@ -122,7 +124,7 @@ def write_group(group: ParamGroup, *, expert: bool, step: int) -> dict[str, Any]
         "default_config": not group.decoupled_lr and group.lr_mult == 1,
         "wd_mult": group.wd_mult,
         "lr_mult": group.lr_mult,
-        "is_decoupled_lr": False,  # since 0.16; told by default_config and max_lr
+        "is_decoupled_lr": False,  # since 0.16; determined by default_config and max_lr
     }
     defaults = {} if "momentum" in group.settings else DEFAULTS
     return {**identity, **defaults, **group.settings, "step": step}

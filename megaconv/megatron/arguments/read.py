@@ -28,18 +28,18 @@ def from_arguments(
 ) -> ModelConfig:
     """The model that args describe.
 
-    found: fields of the configuration that the tensors tell; they win over args, which some tools write wrongly.
+    found: fields of the configuration that the tensors show; they win over args, which some tools write wrongly.
     legacy: whether they are of one of the models before core. family: None where nobody says it, so that it has to be recognized.
-    Raises CorruptCheckpoint where args lack something that tensors can't tell, UnknownFamily for a model of no known family.
+    Raises CorruptCheckpoint where args lack something that tensors can't show, UnknownFamily for a model of no known family.
     """
-    told = read_fields(args, found, legacy=legacy)
+    given = read_fields(args, found, legacy=legacy)
     for field, argument in _NEEDED.items():
-        if field not in told:
+        if field not in given:
             _need(args, argument)
-    unnamed = from_fields("", told)
+    unnamed = from_fields("", given)
     member: Family = recognize(unnamed) if family is None else family_named(family)
-    require_beyond_core(told, member)
-    return changed(replace(unnamed, family=member.name), member.assumed(told))
+    require_beyond_core(given, member)
+    return changed(replace(unnamed, family=member.name), member.assumed(given))
 
 
 IN_TENSORS = (
@@ -66,22 +66,22 @@ IN_TENSORS = (
     ),
     *("token_types", "positions.buckets"),
 )
-"""Fields that the tensors of a checkpoint tell, whatever its args say."""
+"""Fields that the tensors of a checkpoint show, whatever its args say."""
 
 
 def tensor_fields(config: ModelConfig) -> dict[str, Any]:
-    """What the tensors of a model will tell of it."""
-    told = {name: value_of(config, name) for name in IN_TENSORS}
+    """What the tensors of a model will show of it."""
+    given = {name: value_of(config, name) for name in IN_TENSORS}
     if config.norm.place in ("after", "both"):
-        told["norm.place"] = config.norm.place
-    return told | ({"head.activation": "gelu"} if config.head.activation else {})
+        given["norm.place"] = config.norm.place
+    return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
 
 _NEEDED = {
     "attention.heads": "num_attention_heads",
     "max_positions": "max_position_embeddings",
 }
-"""Fields without a default -> the argument that should tell them."""
+"""Fields without a default -> the argument that should give them."""
 
 
 def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> dict[str, Any]:
@@ -90,24 +90,24 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     Raises UnknownFamily for what no model family has, CorruptCheckpoint for values that can't be.
     """
     check_arguments(args, found, legacy=legacy)
-    told = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
-    told |= _rotating_layers(args, found)
+    given = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
+    given |= _rotating_layers(args, found)
     if found.get("experts.count"):
-        told |= _experts(args)
-    told |= found
-    if told.get("encoder.layers") or told.get("head.activation"):
-        return told | read_encoder(args, told, legacy=legacy)
-    return told | read_latent(args)
+        given |= _experts(args)
+    given |= found
+    if given.get("encoder.layers") or given.get("head.activation"):
+        return given | read_encoder(args, given, legacy=legacy)
+    return given | read_latent(args)
 
 
 def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     heads = getattr(args, "num_attention_heads", None)
     if heads is None:
         return {}
-    told = {"attention.heads": heads}
+    given = {"attention.heads": heads}
     groups = _need(args, "num_query_groups") if getattr(args, "group_query_attention", False) else heads
     width = getattr(args, "kv_channels", None) or found["hidden"] // heads
-    return told | {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
+    return given | {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
 
 
 _FIELDS = {
@@ -124,7 +124,7 @@ _FIELDS = {
 """Arguments that say just what a field says."""
 
 
-def _said(args: Namespace, *names: str) -> dict[str, Any]:
+def _given(args: Namespace, *names: str) -> dict[str, Any]:
     return {_FIELDS[name]: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
@@ -134,28 +134,28 @@ def _norm(args: Namespace) -> dict[str, Any]:
     if centered is not None:
         names = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
         centered = any(getattr(args, name, False) for name in names)
-    told = {"norm.epsilon": epsilon, "norm.zero_centered": centered}
-    return _said(args, "normalization") | {name: value for name, value in told.items() if value is not None}
+    given = {"norm.epsilon": epsilon, "norm.zero_centered": centered}
+    return _given(args, "normalization") | {name: value for name, value in given.items() if value is not None}
 
 
 def _positions(args: Namespace) -> dict[str, Any]:
-    told = _said(args, "max_position_embeddings")
+    given = _given(args, "max_position_embeddings")
     kind = getattr(args, "position_embedding_type", None)
     if kind is not None:
-        told["positions.kind"] = {"learned_absolute": "learned", "yarn": "rope"}.get(kind, kind)
+        given["positions.kind"] = {"learned_absolute": "learned", "yarn": "rope"}.get(kind, kind)
     bases = getattr(args, "rotary_base", None)
     if isinstance(bases, (list, tuple)):
-        told["positions.local_theta"], told["positions.theta"] = map(float, bases)
+        given["positions.local_theta"], given["positions.theta"] = map(float, bases)
     elif bases is not None:
-        told["positions.theta"] = float(bases)
+        given["positions.theta"] = float(bases)
     if getattr(args, "rotary_percent", None) is not None:
-        told["positions.rotary_percent"] = float(args.rotary_percent)
+        given["positions.rotary_percent"] = float(args.rotary_percent)
     if getattr(args, "rotary_interleaved", None) is not None:
-        told["positions.interleaved"] = bool(args.rotary_interleaved)
+        given["positions.interleaved"] = bool(args.rotary_interleaved)
     scaling = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "position_embedding_type", "enable_gpt_oss")
     if any(hasattr(args, name) for name in scaling):
-        told["positions.scaling"] = read_scaling(args)
-    return told
+        given["positions.scaling"] = read_scaling(args)
+    return given
 
 
 def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,12 +188,12 @@ def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(args: Namespace) -> dict[str, Any]:
     _need(args, "moe_router_topk")
-    told = _said(
+    given = _given(
         args, "moe_router_topk", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk",
     )  # fmt: skip
-    softmax = told.get("experts.score", "softmax") == "softmax"
-    return told | {
+    softmax = given.get("experts.score", "softmax") == "softmax"
+    return given | {
         "experts.ffn": getattr(args, "moe_ffn_hidden_size", None) or _need(args, "ffn_hidden_size"),
         "experts.shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
         "experts.renormalize": not softmax or not getattr(args, "moe_router_pre_softmax", False),
@@ -201,11 +201,11 @@ def _experts(args: Namespace) -> dict[str, Any]:
 
 
 def _mlp(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
-    told = _said(args, "activation_func_clamp_value", "glu_linear_offset")
+    given = _given(args, "activation_func_clamp_value", "glu_linear_offset")
     names = ("squared_relu", "quick_geglu", "swiglu", "bias_gelu_fusion", "openai_gelu")
     if any(hasattr(args, name) for name in names) or not found["mlp.gated"]:
-        told["mlp.activation"] = _activation(args, gated=found["mlp.gated"])
-    return told
+        given["mlp.activation"] = _activation(args, gated=found["mlp.gated"])
+    return given
 
 
 def _activation(args: Namespace, *, gated: bool) -> str:
@@ -232,7 +232,7 @@ def _first(args: Namespace, *names: str) -> Any:
 
 
 def read_layout(args: Namespace, config: ModelConfig) -> Layout:
-    """The layout that args tell; a single rank where they tell none that the model's layers fit."""
+    """The layout that args give; a single rank where they give none that the model's layers fit."""
 
     def size(name: str) -> int | None:
         value = getattr(args, name, None)
@@ -260,7 +260,7 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
 
 
 def true_vocab(args: Namespace, padded: int, tp: int) -> int | None:
-    """The vocabulary size that args tell, None when they don't tell one that can be true."""
+    """The vocabulary size that args give, None when they don't give one that can be true."""
     vocab = getattr(args, "vocab_size", None)
     if not isinstance(vocab, int):
         return None

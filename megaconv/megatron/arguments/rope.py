@@ -21,7 +21,7 @@ YARN = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-"""config.json's words -> those by which GPTModel of core 0.16 asks its configuration for them."""
+"""config.json's keys -> the names by which GPTModel of core 0.16 asks its configuration for them."""
 YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 
 
@@ -59,13 +59,13 @@ def has_yarn(config: ModelConfig) -> bool:
 
 
 def _yarn(scaling: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
-    """What transformers takes a missing word for is said. Both take one mscale without the other for none."""
+    """What transformers takes a missing key for is written out. Both take one mscale without the other for none."""
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": max_positions}
-    said = usual | {name: value for name, value in scaling.items() if value is not None}
-    if not (said.get("mscale") and said.get("mscale_all_dim")):
-        said |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    words = {argument: said[name] for name, argument in YARN.items()}
-    return {"position_embedding_type": "yarn", **words, YARN_TRUNCATE: bool(said.get("truncate", True))}
+    given = usual | {name: value for name, value in scaling.items() if value is not None}
+    if not (given.get("mscale") and given.get("mscale_all_dim")):
+        given |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    arguments = {argument: given[name] for name, argument in YARN.items()}
+    return {"position_embedding_type": "yarn", **arguments, YARN_TRUNCATE: bool(given.get("truncate", True))}
 
 
 def read_scaling(args: Namespace) -> dict[str, Any] | None:
@@ -89,12 +89,12 @@ def _read_yarn(args: Namespace) -> dict[str, Any]:
                 f"the checkpoint's yarn has one mscale and not the other ({mscales}); no family has that"
             )
         mscales = {}
-    others = {name: _said(args, argument) for name, argument in YARN.items() if not name.startswith("mscale")}
+    others = {name: _given(args, argument) for name, argument in YARN.items() if not name.startswith("mscale")}
     truncate = {} if getattr(args, YARN_TRUNCATE, True) else {"truncate": False}
     return {"rope_type": "yarn", **others, **mscales, **truncate}
 
 
-def _said(args: Namespace, name: str) -> Any:
+def _given(args: Namespace, name: str) -> Any:
     value = getattr(args, name, None)
     if value is None:
         raise CorruptCheckpoint(

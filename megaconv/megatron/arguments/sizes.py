@@ -14,8 +14,8 @@ from megaconv.model.layout import Layout
 
 
 @dataclass(frozen=True)
-class Landmarks:
-    """Names of the tensors that tell most."""
+class SizeTensors:
+    """Names of the tensors whose shapes give the model's sizes."""
 
     embedding: str
     positions: str
@@ -40,7 +40,7 @@ class Landmarks:
     """In front of BERT's head."""
 
 
-CORE_LANDMARKS = Landmarks(
+CORE_SIZE_TENSORS = SizeTensors(
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "encoder.",
@@ -56,7 +56,7 @@ CORE_LANDMARKS = Landmarks(
     "embedding.tokentype_embeddings.weight",
     "lm_head.output_layer.bias",
 )
-LEGACY_LANDMARKS = Landmarks(
+LEGACY_SIZE_TENSORS = SizeTensors(
     "language_model.embedding.word_embeddings.weight",
     "language_model.embedding.position_embeddings.weight",
     "language_model.encoder.",
@@ -74,16 +74,20 @@ LEGACY_LANDMARKS = Landmarks(
 )
 
 
-def with_stacks(names: Landmarks, ranks: Ranks) -> Landmarks:
+def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
     """The stack that a model ends with is its decoder if it has one, else its encoder, which is how legacy models call theirs."""
     found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
-    last = next(stack for stack in (names.decoder, names.encoder, "") if any(name.startswith(stack) for name in found))
-    was = names.decoder if names.layers.startswith(names.decoder) else names.encoder
-    moved = {field: (last or was) + getattr(names, field).removeprefix(was) for field in ("layers", "final_norm")}
-    return replace(names, **moved)
+    listed = names.decoder if names.layers.startswith(names.decoder) else names.encoder
+    there = (stack for stack in (names.decoder, names.encoder) if any(name.startswith(stack) for name in found))
+    last = next(there, listed)
+    return replace(
+        names,
+        layers=last + names.layers.removeprefix(listed),
+        final_norm=last + names.final_norm.removeprefix(listed),
+    )
 
 
-def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
+def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
     """Sizes of the grid and layers of each stage. Raises TensorMismatch when the layers aren't as many as args say."""
     vpp = max(len(chunks) for chunks in ranks.weights.values())
     counts = _stage_layers(ranks, vpp, names.layers)
@@ -103,7 +107,7 @@ def find_layout(ranks: Ranks, args: Namespace, names: Landmarks) -> Layout:
 
 
 def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namespace) -> tuple[int, ...]:
-    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't apart."""
+    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't separate."""
     split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
     if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
         raise TensorMismatch(
@@ -127,7 +131,7 @@ def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]
     )
 
 
-def _encoder_layers(ranks: Ranks, vpp: int, names: Landmarks) -> tuple[int, ...]:
+def _encoder_layers(ranks: Ranks, vpp: int, names: SizeTensors) -> tuple[int, ...]:
     """On each stage, of an encoder beside the stack that the model ends with."""
     return () if names.layers.startswith(names.encoder) else _stage_layers(ranks, vpp, names.encoder + "layers.")
 
@@ -140,25 +144,21 @@ def _layer_count(weights: Weights, prefix: str) -> int:
     return len(numbers)
 
 
-def padded_rows(ranks: Ranks, names: Landmarks) -> int:
+def padded_rows(ranks: Ranks, names: SizeTensors) -> int:
     """Of the embedding, over all ranks."""
     return ranks.tp * int(ranks.dense(0, 0)[0][names.embedding].shape[0])
 
 
-def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) -> dict[str, Any]:
+def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
     """As fields of the configuration; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
     first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
     layers = dict(_layers(ranks, layout, names.layers))
     encoder_layers = sum(_encoder_layers(ranks, layout.vpp, names))
     if names.embedding not in first or not layers:
         raise UnknownFamily(
-            f"{ranks.files[min(ranks.files)]}: is no model that we know (it has no word embeddings, or no layers)"
+            f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
-    matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
-    for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
-        for name, tensor in chunk.items():
-            if name.endswith(matrices) and ".experts." not in name and len(tensor.shape) != 2:
-                raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
+    _require_matrices(ranks, names)
     attention = layers[0]
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
@@ -172,15 +172,8 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
         **_find_norms(attention, first[names.embedding].shape[-1], layout.tp, args, names),
         "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
-        "mlp.ffn": getattr(args, "ffn_hidden_size", None) or 0,
     }
-    fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
-    dense = [layer[fc2] for layer in layers.values() if fc2 in layer]
-    if dense:
-        found["mlp.ffn"] = layout.tp * dense[0].shape[-1]
-    # A gated layer has two rows in its first matrix for every column of its second.
-    gates = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
-    found["mlp.gated"] = all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in gates)
+    found |= _find_mlp(layers, layout, args, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
     if any("norm" in name and name.endswith("bias") for name in attention):
@@ -194,7 +187,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: Landmarks) 
     return found | _find_experts(layers)
 
 
-def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: Landmarks) -> dict[str, Any]:
+def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: SizeTensors) -> dict[str, Any]:
     """Where the norms are that Megatron core has no modules for, and how wide those of q and k are."""
     found: dict[str, Any] = {}
     if names.o + ".post_layernorm.weight" in layer:
@@ -208,12 +201,33 @@ def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: La
     return found | {"attention.qk_norm_width": "head" if width == head_dim else "all"}
 
 
+def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
+    """Both axes of these are read as sizes. Raises TensorMismatch."""
+    matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
+    for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
+        for name, tensor in chunk.items():
+            if name.endswith(matrices) and ".experts." not in name and len(tensor.shape) != 2:
+                raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
+
+
+def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
+    """Of dense layers; a model that has none gives the width in its args, if at all."""
+    fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
+    widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
+    # A gated layer has two rows in its first matrix for every column of its second.
+    both = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
+    return {
+        "mlp.ffn": widths[0] if widths else getattr(args, "ffn_hidden_size", None) or 0,
+        "mlp.gated": all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in both),
+    }
+
+
 def _find_relative(first: Weights) -> dict[str, Any]:
     table = first.get("encoder_relative_pos_emb.relative_attention_bias.weight")
     return {} if table is None else {"positions.kind": "relative", "positions.buckets": table.shape[0]}
 
 
-def _is_tied(last: Weights, layout: Layout, args: Namespace, names: Landmarks) -> bool:
+def _is_tied(last: Weights, layout: Layout, args: Namespace, names: SizeTensors) -> bool:
     if names.head not in last:
         return not getattr(args, "untie_embeddings_and_output_weights", False)
     may_be_copy = names.head == names.tied_copy and layout.pp > 1
@@ -246,7 +260,7 @@ def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[
 
 
 def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:
-    """By the shape of a shard: args of some tools don't tell the truth."""
+    """By the shape of a shard: args of some tools are wrong."""
     for chunk in (chunk for chunks in ranks.weights.values() for chunk in chunks):
         for name, tensor in chunk.items():
             if ".experts." in name and "linear_fc2.weight" in name:

@@ -47,7 +47,7 @@ def to_arguments(
 ) -> dict[str, Any]:
     """All arguments by name; dtypes as names. legacy: for the models before core.
 
-    Raises NotExpressible for what Megatron has no words for.
+    Raises NotExpressible for what Megatron doesn't support.
     """
     for refused, reason in _refusals(config, legacy=legacy):
         if refused:

@@ -1,7 +1,7 @@
-"""Cuts the tensors of a distributed checkpoint into chunks, as the ranks of a layout would read them.
+"""Splits the tensors of a distributed checkpoint into chunks, as the ranks of a layout would read them.
 
 A native tensor as a single rank holds it becomes part of a global one: of its layer and its expert, where these are
-stacked. It is cut along the axis that tensor parallelism cuts, so that a rank reads no more than it needs: a fused [gate;
+stacked. It is split along the axis that tensor parallelism shards, so that a rank reads no more than it needs: a fused [gate;
 up] into a piece of either for every rank, q, k, v into runs of whole groups, or of rows where there are more ranks.
 """
 
@@ -35,7 +35,7 @@ class PlannedChunk:
     """The chunk's own rows that belong to no canonical tensor."""
 
 
-def cut(
+def chunks_of(
     native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int, slot: str = WEIGHT
 ) -> Iterator[PlannedChunk]:
     """The chunks of one native tensor, in row-major order. place: in the first axes of the global tensor that key names."""
@@ -72,6 +72,8 @@ def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
     if len(native.parts) == 1 or (native.groups is not None and ranks > native.groups):
         step = rows // ranks
         return [range(start, start + step) for start in range(0, rows, step)]
+    # First row of each stretch of one rank -> that rank. Joined by groups, a rank's rows of q, k and v follow each other, and
+    # neighbouring stretches of one rank become one run; [gate; up] gives every rank two.
     owners: dict[int, int] = {}
     for regions in native.parts.values():
         step = sum(region.box.rows for region in regions) // ranks

@@ -5,7 +5,7 @@ A key names a tensor of the whole model. Layers of one kind are stacked, and so 
     decoder.layers.self_attention.linear_proj.weight           [layers, ...]
     decoder.layers.mlp.experts.experts.linear_fc1.weight       [layers, experts, ...]
     decoder.layers.3.mlp.linear_fc1.weight                     where layers differ
-    decoder.layers.3.mlp.linear_fc1.weight_w, ..._v            gate and up apart (singleton_local_shards)
+    decoder.layers.3.mlp.linear_fc1.weight_w, ..._v            gate and up separate (singleton_local_shards)
 
 Local layers and Transformer Engine's give the same keys, those of the latter's names, but for the norm before experts.
 Source: sharded_state_dict() in megatron/core/transformer, core 0.4 to 0.19.
@@ -47,21 +47,21 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 
     Raises CorruptCheckpoint for halves of a tensor that don't fit each other.
     """
-    apart = dict(pair for name, tensor in tensors.items() for pair in _apart(name, tensor))
+    single = dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor))
     whole = {}
-    for name, tensor in apart.items():
-        if name.endswith("_w") and f"{name[:-2]}_v" in apart:
-            whole[name[:-2]] = joined(tensor, apart[f"{name[:-2]}_v"])
-        elif not (name.endswith("_v") and f"{name[:-2]}_w" in apart):
+    for name, tensor in single.items():
+        if name.endswith("_w") and f"{name[:-2]}_v" in single:
+            whole[name[:-2]] = joined(tensor, single[f"{name[:-2]}_v"])
+        elif not (name.endswith("_v") and f"{name[:-2]}_w" in single):
             whole[name] = tensor
     return {_norm_before_experts(name, whole): tensor for name, tensor in whole.items()}
 
 
-def _apart(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTensor]]:
+def _single(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTensor]]:
     """Layers first, then experts."""
     if found := _STACKED_LAYERS.fullmatch(name):
         for layer, inner in enumerate(_unstack(name, tensor)):
-            yield from _apart(f"{found[1]}{layer}.{found[2]}", inner)
+            yield from _single(f"{found[1]}{layer}.{found[2]}", inner)
     elif found := _STACKED_EXPERTS.fullmatch(name):
         for expert, inner in enumerate(_unstack(name, tensor)):
             yield f"{found[1]}local_experts.{expert}.{found[2]}", inner

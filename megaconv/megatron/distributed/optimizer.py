@@ -108,7 +108,7 @@ class DistOptimizer:
         return found
 
     def describe(self) -> OptimizerState:
-        """Its kind, and its step where that can be told. Never raises for what it finds."""
+        """Its kind, and its step where that is known. Never raises for what it finds."""
         kind = self._kind()
         try:
             step = step_of({"param_groups": self._groups(first_only=True)})
@@ -117,8 +117,8 @@ class DistOptimizer:
         return OptimizerState(kind, step if step is not None else step_of(self._common_optimizer()))
 
     def _kind(self) -> str:
-        told = self.common.get("content_metadata")
-        sharding = told.get("distrib_optim_sharding_type") if isinstance(told, dict) else None
+        given = self.common.get("content_metadata")
+        sharding = given.get("distrib_optim_sharding_type") if isinstance(given, dict) else None
         for part in parts(self._common_optimizer()):
             sharding = sharding or (part.get("param_state_sharding_type") if isinstance(part, dict) else None)
         if sharding:
@@ -210,7 +210,7 @@ class DistOptimizer:
         return group
 
     def _groups(self, *, first_only: bool = False) -> list[dict[str, Any]]:
-        """Of all optimizers, from wherever they are kept; first_only: of one rank, which is enough to tell the step."""
+        """Of all optimizers, from wherever they are kept; first_only: of one rank, which is enough to know the step."""
         found = [
             group
             for part in parts(self._common_optimizer())
@@ -284,6 +284,8 @@ class DistOptimizer:
     def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
         """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""
         prefixes = sorted({found[1] for name in self.directory.objects() if (found := _OBJECT.fullmatch(name))})
+        # Data-parallel groups are numbered over (pp, tp), experts' over (pp, ep, etp), before core 0.12 over (ep, pp, tp). Of
+        # ranks with the same parameters the first has the state: ep 0 of dense ones, a tp below etp of experts.
         dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
         if len(prefixes) == 1:
             return self._part(prefixes[0], dense)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.megatron.optimizer.plan import OptimizerWriter
-from megaconv.megatron.optimizer.training_output import Carried
+from megaconv.megatron.optimizer.training_output import OutputTraining
 from megaconv.model.ir import WEIGHT
 from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, MASTER
@@ -61,12 +61,12 @@ class OptimizerForm:
         return {"chained_optim_avoid_prefix": True} | (kind if self.distributed else {})
 
 
-def choose_form(carried: Carried, options: SaveOptions) -> OptimizerForm:
+def choose_form(kept: OutputTraining, options: SaveOptions) -> OptimizerForm:
     """Raises UsageError for a form that a format doesn't have."""
     if options.ckpt_format == "zarr" and options.distributed_optimizer:
         raise UsageError(
             "--use-distributed-optimizer: zarr checkpoints are written in the form that runs without it load; leave it out"
         )
-    writer = carried.writer
+    writer = kept.writer
     can = options.ckpt_format != "zarr" and (writer is None or writer.moments == ADAM)
     return OptimizerForm(writer, can and options.distributed_optimizer is not False)

@@ -16,10 +16,10 @@ from formats.tensor import ITEMSIZE, Box, Shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
-from megaconv.megatron.distributed.chunks import PlannedChunk, cut
+from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import stack
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
-from megaconv.megatron.optimizer.training_output import carry
+from megaconv.megatron.optimizer.training_output import output_training
 from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.names import extra_states
 from megaconv.model.ir import WEIGHT, Header, Key
@@ -31,7 +31,7 @@ from megaconv.options import SaveOptions
 
 
 def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
-    """layout: whose ranks chunks are cut for. Raises LayoutError for a model that can't be cut this way, NotExpressible."""
+    """layout: whose ranks the chunks are for. Raises LayoutError for a model that can't be sharded this way, NotExpressible."""
     if layout.encoder_stage_layers:
         raise LayoutError(
             f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
@@ -44,14 +44,14 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
     iteration = iteration_of(header, options)
     version = rank_files.iteration_directory(iteration)
-    carried = carry(header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer))
-    optimizer = choose_form(carried, options)
-    vars(arguments).update(carried.arguments(distributed=optimizer.distributed))
+    kept = output_training(header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer))
+    optimizer = choose_form(kept, options)
+    vars(arguments).update(kept.arguments(distributed=optimizer.distributed))
     local = options.transformer_impl == "local"
     model = GlobalModel.of(header, layout, arguments.padded_vocab_size, optimizer, local=local)
     common: dict[str, Any] = {
         "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration or 1,
-        **carried.state(None, optimizer.state()),
+        **kept.state(None, optimizer.state()),
         "num_floating_point_operations_so_far": header.training.floating_point_operations,
     }  # fmt: skip
     content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
@@ -59,7 +59,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         common["content_metadata"] = {"singleton_local_shards": False} | content
     model.objects.extend(
         ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
-        for (tp_rank, pp_rank, _), state in carried.rng.items()
+        for (tp_rank, pp_rank, _), state in kept.rng.items()
     )
     stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
     files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
@@ -68,7 +68,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     placements, zeros = place(
         ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
     )
-    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros, carried.notices)
+    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros, kept.notices)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class GlobalModel:
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
             slots = () if native.copy else optimizer.tensors(native)
             for prefix, slot in (("", WEIGHT), *slots):
-                chunks += cut(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
+                chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
         _require_one_dtype(chunks)
         return cls(stacked, chunks, shapes, list(_extra_objects(natives, stacked, local)))

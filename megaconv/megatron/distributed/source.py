@@ -72,9 +72,7 @@ def _open(version: Path, backend: str) -> Directory:
         return torch_dist.open_directory(version)
     if backend == "zarr":
         return zarr_arrays.open_directory(version)
-    raise UnknownFormat(
-        f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known are torch_dist and zarr"
-    )
+    raise UnknownFormat(f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known: torch_dist and zarr")
 
 
 def _common(version: Path, directory: Directory) -> Mapping[str, Any]:

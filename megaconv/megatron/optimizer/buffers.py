@@ -1,6 +1,6 @@
 """Where each parameter lies in the flat buffers of Megatron's distributed optimizer: arithmetic alone.
 
-A rank's parameters fill a buffer back to front, so that gradients that are ready first lie first; a buffer is cut into
+A rank's parameters fill a buffer back to front, so that gradients that are ready first lie first; a buffer is divided into
 buckets, each padded for the data-parallel group. Files hold the buckets with or without that padding: what is computed
 here is (bucket, offset in the bucket), which does not depend on it. All numbers count elements.
 

@@ -81,18 +81,18 @@ def kind_of(optimizer: Any, *, has_buffers: bool) -> str:
 
 
 def step_of(optimizer: Any) -> int | None:
-    """Updates done, as the first groups and parameter tell; None where none does. Never raises."""
+    """Updates done, as the first groups and parameter give it; None where none does. Never raises."""
     for part in parts(optimizer):
         try:
             inner = part.get("optimizer", part)
-            told = [group["step"] for group in inner["param_groups"] if "step" in group]
+            given = [group["step"] for group in inner["param_groups"] if "step" in group]
             states = inner.get("state", {})
-            told += [states["common_step"]] if "common_step" in states else []
-            told += [
+            given += [states["common_step"]] if "common_step" in states else []
+            given += [
                 state["step"] for state in list(states.values())[:1] if isinstance(state, dict) and "step" in state
             ]
-            if told:
-                return max(int(number(step)) for step in told)
+            if given:
+                return max(int(number(step)) for step in given)
         except (AttributeError, LookupError, TypeError, ValueError):
             continue
     return None
@@ -252,7 +252,7 @@ class _Part:
         if kind is None:
             raise NotExpressible(
                 f"{self.where}: the optimizer's state of {parameter.name} is {', '.join(sorted(map(str, state)))}; "
-                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are known; {WITHOUT}"
+                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are supported; {WITHOUT}"
             )
         if "step" in state:
             self.result.parameter_steps.add(int(number(state["step"])))
@@ -319,11 +319,11 @@ def _by_dtype(buffers: Any, dtype: str) -> Any:
 
 
 def _unpadded(flat: Mapping[Any, Any], stored: Any, index: int, dtype: str, sizes: Sequence[int]) -> list[int]:
-    """Elements of each stored tensor without padding at their ends; core 0.4 doesn't say and has none to speak of."""
+    """Elements of each stored tensor without padding at their ends; core 0.4 doesn't say and has almost none."""
     if "numel_unpadded" in stored:
         return [int(stored["numel_unpadded"])]
-    told = flat.get("per_bucket_numel_unpadded")
-    return list(_by_dtype(told[index], dtype)) if told else list(sizes)
+    given = flat.get("per_bucket_numel_unpadded")
+    return list(_by_dtype(given[index], dtype)) if given else list(sizes)
 
 
 def _piece(stored: Any, buffer: Buffer, parameter: Parameter) -> LazyTensor:

@@ -12,7 +12,7 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Assembled, Placed, assemble
 from megaconv.errors import TensorMismatch
 from megaconv.megatron.arguments.param_groups import WITHOUT, Class, group_class, is_expert, require_same
-from megaconv.megatron.arguments.sizes import Landmarks
+from megaconv.megatron.arguments.sizes import SizeTensors
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
 from megaconv.megatron.states.names import BUFFERS
@@ -43,7 +43,7 @@ def holds_optimizer(ranks: Ranks) -> bool:
 
 
 def describe_optimizer(ranks: Ranks) -> OptimizerState | None:
-    """Its kind, and its step where that can be told without a tensor; None where there is none."""
+    """Its kind, and its step where that is known without a tensor; None where there is none."""
     if not holds_optimizer(ranks):
         return None
     first = min(ranks.states)
@@ -56,7 +56,7 @@ def _buffer_file(ranks: Ranks, rank: RankId) -> Path:
 
 
 def open_optimizers(
-    ranks: Ranks, args: Namespace, names: Landmarks, aliases: Mapping[str, str], *, tied: bool
+    ranks: Ranks, args: Namespace, names: SizeTensors, aliases: Mapping[str, str], *, tied: bool
 ) -> Optimizers:
     """aliases: second names of tensors -> first ones. tied: whether head and embedding are one tensor.
 
@@ -116,7 +116,7 @@ def assemble_slots(
 def optimizer_state(
     optimizers: Optimizers, placed: Iterable[Placed], known: OptimizerState, iteration: int | None
 ) -> OptimizerState:
-    """All but the tensors. known: what could be told without them.
+    """All but the tensors. known: what is known without them.
 
     Raises TensorMismatch where parameters were updated different numbers of times, NotExpressible where ranks have different
     groups.
@@ -144,7 +144,7 @@ def _step(found: Iterable[RankOptimizer]) -> int | None:
     Each optimizer counts in one of these places, and keeps the other as it was loaded.
     """
     found = list(found)
-    told: list[int] = []
+    updates: list[int] = []
     for steps in (
         {step for rank in found for step in rank.group_steps},
         {step for rank in found for step in rank.parameter_steps},
@@ -154,8 +154,8 @@ def _step(found: Iterable[RankOptimizer]) -> int | None:
                 f"the optimizer has updated some parameters {min(steps)} times and others {max(steps)} times, "
                 f"which can't be kept in another layout; {WITHOUT}"
             )
-        told += steps
-    return max(told, default=None)
+        updates += steps
+    return max(updates, default=None)
 
 
 def read_scheduler(state: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,9 +19,9 @@ NO_RNG = (
     "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
     "of expert ranks): start the run with --no-load-rng"
 )
-NOT_APART = (
+ENCODER_STAGES = (
     "where an encoder has pipeline stages of its own, Megatron's distributed optimizer lays out copies of the embedding in a way "
-    "that we have seen no file of: its state is neither read nor written"
+    "that is not supported: its state is neither read nor written"
 )
 NO_SCHEDULER = (
     "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
@@ -31,7 +31,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)
 
 
 @dataclass(frozen=True)
-class Carried:
+class OutputTraining:
     """What goes along. Nothing does without an optimizer: a run can't go on from weights alone."""
 
     training: TrainingState
@@ -65,7 +65,7 @@ class Carried:
         )
 
 
-def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool) -> Carried:
+def output_training(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool) -> OutputTraining:
     """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
 
     distributed: whether the distributed optimizer's form was asked for. Raises NotExpressible for a layout where it isn't
@@ -73,9 +73,9 @@ def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool)
     """
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
-        return Carried(training)
+        return OutputTraining(training)
     if layout.encoder_stage_layers and distributed:
-        raise NotExpressible(f"{NOT_APART}; {WITHOUT}")
+        raise NotExpressible(f"{ENCODER_STAGES}; {WITHOUT}")
     several = layout.ep > 1 and header.config.experts.count > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
@@ -85,7 +85,7 @@ def carry(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool)
         )
     rng = _written(training.rng) if keeps_rng and layout == header.layout else {}
     notices = () if rng else (NO_RNG,)
-    return Carried(training, writer, rng, notices + (() if training.scheduler else (NO_SCHEDULER,)))
+    return OutputTraining(training, writer, rng, notices + (() if training.scheduler else (NO_SCHEDULER,)))
 
 
 def _written(rng: Mapping[tuple[int, int, int], Any]) -> dict[tuple[int, int, int], Any]:

@@ -20,7 +20,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
-from megaconv.megatron.optimizer.training_output import Carried, carry
+from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
 from megaconv.megatron.states.order import ModuleOrder
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
@@ -136,17 +136,17 @@ def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOpt
 def plan_ranks(
     header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
 ) -> OutputPlan:
-    """Raises LayoutError for a model that can't be cut this way, NotExpressible for what Megatron has no words for."""
+    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
     arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
-    carried = carry(header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer))
-    vars(arguments).update(carried.arguments(distributed=bool(options.distributed_optimizer)))
-    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments, carried).plan()
+    kept = output_training(header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer))
+    vars(arguments).update(kept.arguments(distributed=bool(options.distributed_optimizer)))
+    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments, kept).plan()
 
 
 def megatron_args(
     header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
 ) -> Namespace:
-    """The args to write. Raises NotExpressible for what Megatron has no words for."""
+    """The args to write. Raises NotExpressible for what Megatron doesn't support."""
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
     arguments = to_arguments(
         header.config,
@@ -171,7 +171,7 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
     config = header.config
     files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
-    # A mixture that only Megatron knows has no config.json: its args say all there is to say.
+    # A mixture that only Megatron knows has no config.json: its args say everything there is.
     with suppress(NotExpressible):
         files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
@@ -186,7 +186,7 @@ class _Planner:
     style: ModelStyle
     padded: int
     arguments: Namespace
-    carried: Carried
+    kept: OutputTraining
     # Rank files of one stage differ in which part of the model they hold, and hardly ever in anything else. There may be
     # thousands of them, so what they have in common is worked out once.
     _dense: dict[tuple[int, Chunk], list[NativeTensor]] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class _Planner:
                 name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
                 models = {self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks}
                 optimizer = self._optimizer(models, (tp_rank, pp_rank, ep_rank))
-                training = self.carried.state((tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None)
+                training = self.kept.state((tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None)
                 files[name] = self._file(models, training)
                 for model, natives in models.items():
                     for native in natives:
@@ -220,12 +220,12 @@ class _Planner:
                     for piece in optimizer.pieces:
                         self._place(holder, piece, placements, zeros)
         files |= tracker_and_sidecars(self.header, iteration)
-        return OutputPlan(files, placements, zeros, self.carried.notices)
+        return OutputPlan(files, placements, zeros, self.kept.notices)
 
     def _optimizer(
         self, models: Mapping[str, Sequence[NativeTensor]], rank: tuple[int, int, int]
     ) -> PlannedOptimizer | None:
-        writer = self.carried.writer
+        writer = self.kept.writer
         if writer is None:
             return None
         tied = self.header.config.tie_embeddings and self.layout.pp > 1

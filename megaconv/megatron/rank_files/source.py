@@ -18,7 +18,7 @@ from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
 from megaconv.megatron.arguments.sizes import (
-    Landmarks,
+    SizeTensors,
     expert_tensor_parallel_size,
     find_layout,
     find_sizes,
@@ -35,9 +35,9 @@ from megaconv.megatron.optimizer.source import (
     read_scheduler,
     untrained,
 )
-from megaconv.megatron.optimizer.training_output import NOT_APART
+from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
-from megaconv.model.ceilings import VOCABULARY
+from megaconv.model.ceilings import ITERATION, VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
@@ -72,10 +72,10 @@ class RankSource:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class Spellings:
     """How a checkpoint spells its model."""
 
-    landmarks: Landmarks
+    size_tensors: SizeTensors
     naming: Naming
     description: str
     """For people."""
@@ -101,23 +101,26 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
     return RankSource(listing, ranks, args)
 
 
-def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by_args: bool = False) -> OpenedSource:
-    """by_args: the checkpoint is not cut as the run was that wrote it; how that was laid out is for its args to say.
+def open_model(
+    source: RankSource, options: LoadOptions, spellings: Spellings, *, by_args: bool = False
+) -> OpenedSource:
+    """by_args: the checkpoint is not sharded as the run was that wrote it; how that was laid out is for its args to say.
 
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
     listing, ranks, args = source.listing, source.ranks, source.args
-    names = with_stacks(dialect.landmarks, ranks)
+    names = with_stacks(spellings.size_tensors, ranks)
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
     with well_formed(ranks.files[min(ranks.files)]):
         layout = find_layout(ranks, args, names)
         found = find_sizes(ranks, layout, args, names)
-    legacy = dialect.naming == LEGACY
+    legacy = spellings.naming == LEGACY
     config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
     if config.experts.count:
         with well_formed("the experts' shapes"):
             etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
         layout = replace(layout, etp=etp)
+    # layout is that of the files here, written that of the run that saved them: with by_args they may differ.
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
@@ -125,15 +128,17 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
     config = changed(config, {"vocab": _vocab(options, config, args, padded, written.tp)})
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
+    # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that run's
+    # layout (open_buckets): its tensors have places of their own, which then replace `placed`.
     wanted = options.optimizer and training.optimizer is not None
     if wanted and layout.encoder_stage_layers and training.optimizer and training.optimizer.kind == "distributed":
-        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {NOT_APART}; {WITHOUT}")
-    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, dialect.naming)
+        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {ENCODER_STAGES}; {WITHOUT}")
+    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, spellings.naming)
     if wanted and source.dist is not None:
         optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
     elif wanted:
         optimizers = open_optimizers(ranks, args, names, aliases, tied=config.tie_embeddings)
-    placed = list(_place(ranks, layout, config, padded, dialect, optimizers))
+    placed = list(_place(ranks, layout, config, padded, spellings, optimizers))
     tensors = assemble(shapes, placed, strict=False)
     if wanted and training.optimizer is not None:
         without = untrained(placed)
@@ -152,7 +157,7 @@ def open_model(source: RankSource, options: LoadOptions, dialect: Dialect, *, by
         training=training,
         files=find_sidecars(sidecars),
         vocab_divisor=divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None,
-        source=dialect.description,
+        source=spellings.description,
         padded_vocab=padded,
         has_optimizer=training.optimizer is not None,
     )
@@ -176,14 +181,14 @@ def _configure(
                 f"{directory / CONFIG_NAME}: says {name} = {value_of(config, name)}, the checkpoint has {described[name]}; "
                 "it describes another model"
             )
-    config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may speak of layers that nobody saved
+    config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may list layers that nobody saved
     with well_formed("the rank files' args"):
-        told = read_fields(args, found, legacy=legacy)
-    return _as_the_run_went_on(config, told, args, str(directory / CONFIG_NAME), config_wins=required)
+        given = read_fields(args, found, legacy=legacy)
+    return _with_run_arguments(config, given, args, str(directory / CONFIG_NAME), config_wins=required)
 
 
-def _as_the_run_went_on(
-    config: ModelConfig, told: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
+def _with_run_arguments(
+    config: ModelConfig, given: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
 ) -> ModelConfig:
     """config.json with what the run's own arguments say otherwise; every difference is named.
 
@@ -191,7 +196,7 @@ def _as_the_run_went_on(
     it was asked for (--config) nonetheless. What its writer left out of the arguments is not compared.
     """
     skipped = {*STRUCTURE, *NOT_COMPUTED, "vocab", *getattr(args, LEFT_OUT, ())}
-    run = changed(config, {name: value for name, value in told.items() if name not in skipped})
+    run = changed(config, {name: value for name, value in given.items() if name not in skipped})
     differences = config_differences(config, run)
     for name, ours, theirs in differences:
         _log.warning(
@@ -204,24 +209,26 @@ def _as_the_run_went_on(
 
 def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:
     """The true vocabulary: as asked, as config.json or args say, or all rows."""
-    told = options.true_vocab_size
-    if told is None:
+    given = options.true_vocab_size
+    if given is None:
         with well_formed("the rank files' args"):
-            told = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
-    if told is None:
+            given = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
+    if given is None:
         _log.warning(
-            "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N cuts it)",
+            "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N removes it)",
             padded,
         )
         return padded
-    if not 0 < told <= padded:
-        raise UsageError(f"a vocabulary of {told} is larger than the {padded} rows of the embedding")
-    return told
+    if not 0 < given <= padded:
+        raise UsageError(f"a vocabulary of {given} is larger than the {padded} rows of the embedding")
+    return given
 
 
 def _training(source: RankSource) -> TrainingState:
     listing, args = source.listing, source.args
     iteration = source.state.get("iteration", listing.iteration)
+    if isinstance(iteration, int) and not 0 <= iteration <= ITERATION:
+        raise CorruptCheckpoint(f"{listing.directory}: its iteration should be from 0 to {ITERATION:,}")
     operations = source.state.get("num_floating_point_operations_so_far", 0)
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
@@ -237,7 +244,7 @@ def _training(source: RankSource) -> TrainingState:
 
 
 def _place(
-    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, dialect: Dialect, optimizers: Optimizers
+    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, spellings: Spellings, optimizers: Optimizers
 ) -> Iterator[Placed]:
     """Every tensor of every rank in its place. Raises TensorMismatch for missing and unknown ones."""
     rows = family(config.family).rows
@@ -245,10 +252,12 @@ def _place(
         expert_shards: set[tuple[int, int]] = set()
         for tp_rank in range(layout.tp):
             for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
-                natives = native_tensors(rows, config, dialect.naming, layout, tp_rank, chunk, padded, rank.ep)
+                natives = native_tensors(rows, config, spellings.naming, layout, tp_rank, chunk, padded, rank.ep)
                 shard = (rank.ep, tp_rank % layout.etp)
                 # Dense tensors are stored again by every expert rank, and shards of experts by some tensor ranks.
-                for placed in _place_chunk(ranks, rank, chunk, layout, [dialect.arrange(native) for native in natives]):
+                for placed in _place_chunk(
+                    ranks, rank, chunk, layout, [spellings.arrange(native) for native in natives]
+                ):
                     if (shard not in expert_shards) if placed.native.of_experts else index == 0:
                         yield optimizers.place(placed, rank, chunk.vpp_rank)
                 expert_shards.add(shard)

@@ -61,7 +61,7 @@ def _walk(level: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def present(name: str) -> str:
-    """An old spelling in the words of the last releases, others as they are."""
+    """An old spelling as the last releases spell it, others as they are."""
     name = re.sub(rf"^{MODEL}\.(word|position|tokentype)_embeddings\.", rf"{MODEL}.embedding.\1_embeddings.", name)
     name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
     name = name.replace(".attention.", ".self_attention.").replace("lm_head.layernorm.", "lm_head.norm.")

@@ -19,7 +19,7 @@ Order = Callable[[str], NameOrder]
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _BEHIND = 1 << 20
-"""Behind all words of a table."""
+"""After all names of a table."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Exceptions:
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     last: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def place(self, parent: str, word: str) -> tuple[int, int] | None:
+    def place(self, parent: str, part: str) -> tuple[int, int] | None:
         for side, listed in ((0, self.first.get(parent, ())), (2, self.last.get(parent, ()))):
-            if word in listed:
-                return side, listed.index(word)
+            if part in listed:
+                return side, listed.index(part)
         return None
 
 
 class _Module(NamedTuple):
-    """One word of names, and the words that follow it; a parameter has none."""
+    """One part of dotted names, and the parts that follow it; a parameter has none."""
 
-    words: dict[str, "_Module"]
+    children: dict[str, "_Module"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class ModuleOrder:
     def __post_init__(self) -> None:
         for name in self._names():
             module = self._root
-            for word in name.split("."):
-                module = module.words.setdefault(word, _Module({}))
+            for part in name.split("."):
+                module = module.children.setdefault(part, _Module({}))
 
     def __call__(self, name: str) -> NameOrder:
         if name not in self._known:
@@ -76,29 +76,29 @@ class ModuleOrder:
     def _places(self, name: str) -> Iterator[tuple[int, int, int]]:
         module, parent = self._root, ""
         *path, parameter = name.split(".")
-        for word in path:
-            if word.isdigit():  # of a layer, or of an expert
-                yield 1, 0, int(word)
-                module = module.words.get("{l}") or module.words.get("{e}") or _Module({})
+        for part in path:
+            if part.isdigit():  # of a layer, or of an expert
+                yield 1, 0, int(part)
+                module = module.children.get("{l}") or module.children.get("{e}") or _Module({})
                 continue
-            exception = self.exceptions.place(parent, word)
-            if exception is None and word not in module.words:
-                raise TensorMismatch(f"{name}: no row of the table names the module {word}, so its place is unknown")
-            yield 1, *(exception or (1, list(module.words).index(word)))
-            module, parent = module.words.get(word, _Module({})), word
+            exception = self.exceptions.place(parent, part)
+            if exception is None and part not in module.children:
+                raise TensorMismatch(f"{name}: no row of the table names the module {part}, so its place is unknown")
+            yield 1, *(exception or (1, list(module.children).index(part)))
+            module, parent = module.children.get(part, _Module({})), part
         yield self._place_of_parameter(module, parameter, name)
 
-    def _place_of_parameter(self, module: _Module, word: str, name: str) -> tuple[int, int, int]:
-        words = list(module.words)
-        if word == "_extra_state":
+    def _place_of_parameter(self, module: _Module, part: str, name: str) -> tuple[int, int, int]:
+        names = list(module.children)
+        if part == "_extra_state":
             return 0, _BEHIND, 0
-        if word in module.words:
-            return 0, words.index(word), 0
-        numbered = _NUMBERED.fullmatch(word)
-        if numbered and f"{numbered[1]}{{e}}" in module.words:
+        if part in module.children:
+            return 0, names.index(part), 0
+        numbered = _NUMBERED.fullmatch(part)
+        if numbered and f"{numbered[1]}{{e}}" in module.children:
             # A grouped layer has weight0, bias0, weight1, bias1 ...
-            return 0, int(numbered[2]), words.index(f"{numbered[1]}{{e}}")
-        raise TensorMismatch(f"{name}: no row of the table names {word}, so its place in the model is unknown")
+            return 0, int(numbered[2]), names.index(f"{numbered[1]}{{e}}")
+        raise TensorMismatch(f"{name}: no row of the table names {part}, so its place in the model is unknown")
 
 
 def _copies(row: Row, naming: Naming, place: str) -> Iterator[str]:

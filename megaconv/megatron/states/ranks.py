@@ -91,6 +91,7 @@ def _first_alike(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:
+    """Of a directory's numbers: (tp), (tp, pp) or (tp, ep) as the contents decide, (tp, pp, ep)."""
     if len(numbers) == 2:
         return RankId(numbers[0], numbers[1], 0) if pp > 1 else RankId(numbers[0], 0, numbers[1])
     return RankId(*numbers, *(0,) * (3 - len(numbers)))
@@ -102,17 +103,17 @@ def _require_stacks(ranks: Ranks) -> None:
     They can give it fewer tensor ranks too, but not that of a T5, which shares its embedding with the decoder.
     """
     first = min(ranks.states)
-    args, words = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
-    found = [getattr(args, f"{word}_model_parallel_size", None) for word in words]
+    args, parts = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
+    found = [getattr(args, f"{word}_model_parallel_size", None) for word in parts]
     own, others, tp = (size if type(size) is int else 0 for size in found)
     if own and 0 < tp < ranks.tp:
         raise UnknownFormat(
             f"{ranks.files[first]}: its encoder has tensor parallel size {tp}, its decoder {ranks.tp}; models whose encoder and "
-            "decoder share their embedding have one size, and no others are known"
+            "decoder share their embedding have one size, and no others are supported"
         )
     if own and own + others != ranks.pp:
         raise CorruptCheckpoint(
-            f"{ranks.files[first]}: its args tell of {own} pipeline stages of an encoder and {others} of a decoder, there are rank "
+            f"{ranks.files[first]}: its args have {own} pipeline stages of an encoder and {others} of a decoder, there are rank "
             f"directories for {ranks.pp} in all; is one missing?"
         )
 
@@ -146,11 +147,14 @@ def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) 
         return sizes[0], 1, 1
     if len(sizes) == 3:
         return sizes[0], sizes[1], sizes[2]
+    # The first of several pipeline stages has no final norm and no head: where the first rank has them, the second number
+    # counts expert ranks. Not so in a model of two stacks, whose encoder ends on an earlier stage.
     names = {name for chunks in weights.values() for chunk in chunks for name in chunk}
     two_stacks = all(any(name.startswith(stack) for name in names) for stack in _STACKS) or any(
         name.startswith(f"{MODEL}.decoder.") for name in names
     )
-    last = weights[min(weights, key=lambda numbers: numbers[::-1])][-1]
+    first_rank = min(weights, key=lambda numbers: numbers[::-1])
+    last = weights[first_rank][-1]
     if not two_stacks and any(name.startswith(_TAIL) for name in last):
         return sizes[0], 1, sizes[1]
     return sizes[0], sizes[1], 1
@@ -203,7 +207,7 @@ def holds_legacy(version: Path) -> bool:
 def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[str, LazyTensor]]:
     for name, value in model:
         if not isinstance(name, str):
-            raise CorruptCheckpoint(f"{path}: {name!r} is no name of a parameter")
+            raise CorruptCheckpoint(f"{path}: {name!r} is not the name of a parameter")
         bare = name.removeprefix("module.")
         if bare.endswith(EXTRA_STATE):
             if sum(getattr(value, "shape", ())):

@@ -1,4 +1,4 @@
-"""Datasets and batches: every token is drawn, resumes and layouts see the same samples, the cache is safe, mistakes are told."""
+"""Datasets and batches: every token is drawn, resumes and layouts see the same samples, the cache is safe, mistakes are reported."""
 
 import os
 import subprocess
@@ -137,9 +137,9 @@ def test_a_corpus_with_nothing_in_a_split_leaves_its_weight_to_the_others(corpus
         ({"data_path": ["x"], "mock_data": True}, "exclude each other"),
         ({"data_path": ["x"], "train_data_path": ["x"]}, "exclude each other"),
         ({"train_data_path": ["x"], "split": "1"}, "--split"),
-        ({"data_path": ["0.3", "a", "b", "c"]}, "'b' before c is no weight"),
-        ({"data_path": ["0.3", "a", "-1", "c"]}, "'-1' before c is no weight"),
-        ({"data_path": ["nan", "a", "1", "c"]}, "'nan' before a is no weight"),
+        ({"data_path": ["0.3", "a", "b", "c"]}, "'b' before c is not a weight"),
+        ({"data_path": ["0.3", "a", "-1", "c"]}, "'-1' before c is not a weight"),
+        ({"data_path": ["nan", "a", "1", "c"]}, "'nan' before a is not a weight"),
         ({"data_path": ["x"], "split": "1,1,1,1"}, "--split"),
         ({"data_path": ["x"], "split": "0,0"}, "--split"),
         ({"data_path": ["x"], "split": "90-10"}, "--split"),

@@ -95,13 +95,13 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
     [
         ({"prompt": "1"}, 'has neither "text" nor "prompt" and "completion"'),
         ({"text": 1}, "has neither"),
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({"text": "one"}, "invalid literal"),
         ({"text": ""}, "invalid literal"),
     ],
     ids=str,
 )
-def test_what_is_no_example_is_told_with_its_line(tmp_path: Path, record: Any, words: str) -> None:
+def test_what_is_no_example_is_reported_with_its_line(tmp_path: Path, record: Any, words: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=rf"examples\.jsonl:2: .*{words}"):
         build(tmp_path, [{"text": "1"}, record])
 

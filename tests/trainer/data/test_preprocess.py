@@ -188,16 +188,16 @@ def refused(capsys: pytest.CaptureFixture[str], status: int, words: str, *argume
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no JSON object"),
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
         ('{"body": "1"}', "has no 'text', only 'body'"),
         ('{"text": 5}', "its 'text' is neither text nor a list of texts"),
         ('{"text": ["1", null]}', "its 'text' is neither text nor a list of texts"),
         ('{"text": "one"}', "its 'text' can't be tokenized"),
         ('{"text": "3 100"}', "its 'text' has token 100, the vocabulary 100"),
         ('{"text": "-3"}', "its 'text' has token -3"),
-        ("\udcff", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("\udcff", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
     ],
     ids=lambda value: value[:30],
 )

@@ -105,7 +105,7 @@ def test_what_is_missing_is_told(given: TokenizerOptions, words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "BertWordPieceLowerCase", "Llama2Tokenizer"])
-def test_files_that_are_no_tokenizer_are_told(tmp_path: Path, kind: str) -> None:
+def test_files_that_are_no_tokenizer_are_reported(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "file"
     file.write_text("neither\nof them\n")
     with pytest.raises(CorruptCheckpoint, match=str(file)):

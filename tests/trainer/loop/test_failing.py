@@ -140,9 +140,9 @@ def test_ranks_whose_launcher_is_killed_end_with_one_line(tmp_path: Path, asynch
     running.store = None
     assert running.wait() == [1, 1], running.logs()
     assert time.monotonic() - killed < 20
-    told = [line for line in running.logs().splitlines() if "error" in line]
-    assert len(told) == 1, running.logs()
-    assert "the store of the rendezvous" in told[0]
+    reported = [line for line in running.logs().splitlines() if "error" in line]
+    assert len(reported) == 1, running.logs()
+    assert "the store of the rendezvous" in reported[0]
     assert "Traceback" not in running.logs()
     train(
         tmp_path / "run",

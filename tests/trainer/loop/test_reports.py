@@ -1,4 +1,4 @@
-"""What a run tells: evaluations, metrics, TensorBoard, the plot."""
+"""What a run reports: evaluations, metrics, TensorBoard, the plot."""
 
 import json
 import math

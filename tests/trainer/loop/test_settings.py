@@ -84,7 +84,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--context-parallel-size 2", "--context-parallel-size 2 is not available"),
         ("--num-experts=8", "--num-experts 8 is not available"),
         ("--bf16 perhaps", "expected true or false"),
-        ("7", "belongs to no flag"),
+        ("7", "is not a flag"),
     ],
 )
 def test_a_flag_that_is_wrong_is_refused_with_what_was_probably_meant(words: str, message: str) -> None:
@@ -123,7 +123,7 @@ def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -
         ("micro_batch_sise: 1", "did you mean --micro-batch-size"),
         ("ckpt_format: zarr", "ckpt_format: choose one of torch_dist, torch"),
         ("- a\n- b", "should be a mapping"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("num_experts: 4", "--num-experts 4 is not available"),
     ],
 )

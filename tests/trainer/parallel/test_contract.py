@@ -115,7 +115,7 @@ REFUSED = [
     ({"world": 6}, {"tp": 2, "pp": 2}, "6 processes can't be divided over tp x pp = 2 x 2 = 4"),
     ({"world": 8}, {"tp": 8}, "heads = 4 can't be divided over tensor parallel size"),
     ({"world": 4}, {"tp": 4}, "kv_heads = 2 can't be divided"),
-    ({"world": 2, "sequence": 15}, {"tp": 2}, "cuts 15 tokens over tp = 2"),
+    ({"world": 2, "sequence": 15}, {"tp": 2}, "shards 15 tokens over tp = 2"),
     ({"world": 2, "microbatches": 5}, {"pp": 2, "vpp": 2}, "5 microbatches are not a multiple of 2 pipeline stages; use 4 or 6"),
     ({"world": 2, "microbatches": 1}, {"pp": 2, "vpp": 2}, "use 2"),
     ({"world": 2}, {"pp": 2, "stage_layers": (2, 1)}, "stages of 2+1 layers don't make 4 layers"),

@@ -259,7 +259,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
     misshapen = {**tensors, "final_norm.weight": RandomTensor((33,), 0.0, 1.0, 1)}
     for wrong, said in (
         (missing, "layers.2.attn.k.weight is missing"),
-        (unknown, "layers.9.attn.k.weight is no tensor of this model"),
+        (unknown, "layers.9.attn.k.weight is not a tensor of this model"),
         (misshapen, r"final_norm.weight has shape \[33\], the model needs \[32\]"),
     ):
         with pytest.raises(TensorMismatch, match=said):
