@@ -27,9 +27,7 @@ from tests.test_encoder_config import BERT, T5
 
 FAMILIES = sorted(families())
 CHAINS = 3 * len(FAMILIES)
-SOME = [
-    pytest.param(number, marks=[pytest.mark.slow] if number >= len(FAMILIES) * 2 else []) for number in range(CHAINS)
-]
+SOME = [pytest.param(number, marks=[pytest.mark.slow] if number >= len(FAMILIES) else []) for number in range(CHAINS)]
 MANY = range(CHAINS, CHAINS + 400)
 HOPS = 3
 
@@ -46,10 +44,14 @@ def config_of(family: str, random: Random) -> dict[str, Any]:
         return T5 | {"num_heads": 4} | stacks
     kv_heads = random.choice((1, 2, 4, 8))
     raw = raw_config(family)
-    layered = {name: value for name, value in raw.items() if name in ("mlp_only_layers", "first_k_dense_replace")}
-    if "mlp_only_layers" in layered:
+    layered: dict[str, Any] = {
+        name: [value[layer % len(value)] for layer in range(layers)]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == raw["num_hidden_layers"]
+    }
+    if "mlp_only_layers" in raw:
         layered["mlp_only_layers"] = [layer for layer in range(layers) if random.random() < 0.4]
-    if "first_k_dense_replace" in layered:
+    if "first_k_dense_replace" in raw:
         layered["first_k_dense_replace"] = random.randint(0, layers)
     latent = "kv_lora_rank" in raw
     return raw | {
