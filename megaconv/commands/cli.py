@@ -1,6 +1,7 @@
 """The command line. Work is imported inside each command, so that --help answers at once."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -230,6 +231,8 @@ def inspect(
         for label, text in found.lines():
             show(f"{label:<11} {text}")
     if found.differences:
+        what = f"names or shapes of {len(found.differences)} tensors are not what its megaconv.json says"
+        show(f"megaconv: error: {path}: {what}", sys.stderr)
         raise typer.Exit(3)
 
 
