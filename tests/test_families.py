@@ -24,9 +24,11 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import native_tensors
+from tests.custom_layers import NEEDS
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 from tests.strategies import Draw, has_experts, stage_splits
+from tests.transformers_oracle import MIXTURES, VARIANTS
 
 Tensors = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -554,3 +556,17 @@ def test_a_base_given_in_python_works_too(tmp_path: Path) -> None:
     assert list(report.plan.from_base) == ["notes.txt"]
     with pytest.raises(UsageError):
         megaconv.convert(llama, tmp_path / "core", saver="core", base=llama)
+
+
+def test_what_proves_a_family_is_what_the_oracles_do() -> None:
+    """By the variants that they run, and the modules of their own that they run them with."""
+    proven = {**VARIANTS, **MIXTURES}
+    computed = {family_of(variant.model_type) for variant in proven.values()} | {"bert", "t5"}
+    custom = {*NEEDS, "gemma"}  # whose embedding the oracle scales
+    for name, family in families().items():
+        expected = ("custom module" if name in custom else "megatron-core") if name in computed else "names"
+        assert family.proven == expected, name
+
+
+def family_of(model_type: str) -> str:
+    return next(name for name, family in families().items() if family.model_type == model_type)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaconv import registry
-from megaconv.families import all_families
+from megaconv.families import PROOFS, all_families, families
 from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
 
@@ -30,6 +30,8 @@ class Catalogue:
     """transformers' classes."""
     matrix: Mapping[str, Mapping[str, bool]]
     """Family -> whether each naming scheme can represent it; from the tables themselves."""
+    proven: Mapping[str, str]
+    """Family -> by what, any of PROOFS; "-" of other packages' families, which we have not tried."""
 
     def to_json(self) -> dict[str, Any]:
         kinds = {"loaders": self.loaders, "savers": self.savers}
@@ -38,7 +40,13 @@ class Catalogue:
             kind: {name: dict(one.options) for name, one in entries.items() if one.options}
             for kind, entries in kinds.items()
         }
-        return {**described, "options": options, "families": dict(self.families), "matrix": dict(self.matrix)}
+        return {
+            **described,
+            "options": options,
+            "families": dict(self.families),
+            "matrix": dict(self.matrix),
+            "proven": dict(self.proven),
+        }
 
     def lines(self) -> Iterator[str]:
         for kind, entries in (("loaders", self.loaders), ("savers", self.savers)):
@@ -47,23 +55,27 @@ class Catalogue:
                 yield f"  {name:<13} {entry.description}"
                 for key, meaning in entry.options.items():
                     yield f"                --option {key}=...: {meaning}"
-        yield "families        " + "".join(f"{naming:<12}" for naming in NAMINGS)
+        yield "families        " + "".join(f"{naming:<12}" for naming in NAMINGS) + "proven by"
         for name, cells in self.matrix.items():
             words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS)
-            yield f"  {name:<13} {''.join(words)} {', '.join(self.families[name])}"
+            yield f"  {name:<13} {''.join(words)}{self.proven[name]:<14} {', '.join(self.families[name])}"
+        yield "proven by"
+        for word, meaning in PROOFS.items():
+            yield f"  {word:<13} {meaning}"
 
 
 def catalogue() -> Catalogue:
     """Loads everything; plugins that can't be loaded are left out with a warning."""
-    families = all_families()
+    ours, all_of = families(), all_families()
     return Catalogue(
         {name: _entry(found) for name, found in registry.all_loaders().items()},
         {name: _entry(found) for name, found in registry.all_savers().items()},
-        {name: list(family.architectures) for name, family in families.items()},
+        {name: list(family.architectures) for name, family in all_of.items()},
         {
             name: {naming: expressible(family.rows, Naming(naming), family.features) for naming in NAMINGS}
-            for name, family in families.items()
+            for name, family in all_of.items()
         },
+        {name: family.proven if name in ours else "-" for name, family in all_of.items()},
     )
 
 

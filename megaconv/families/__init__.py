@@ -18,6 +18,12 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.table import Row
 
+PROOFS = {
+    "megatron-core": "the real megatron-core computes transformers' logits from what is written",
+    "custom module": "the same, with modules of the test's own for what megatron-core has none of",
+    "names": "names, shapes and bytes; megatron-core has no model that computes the same",
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -56,6 +62,8 @@ class Family:
     """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
     other_types: tuple[str, ...] = ()
     """Further values of model_type under which files say that they are of this architecture: `kimi_k2`."""
+    proven: str = "megatron-core"
+    """What shows that models come out right, one of PROOFS."""
     notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     """What a user should know of such a model where Megatron is on either side: in what it computes otherwise than transformers."""
 

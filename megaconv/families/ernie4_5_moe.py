@@ -57,4 +57,5 @@ FAMILY = Family(
     fixed=LLAMA_LIKE | {"positions.interleaved": True, "experts.router_bias": True},
     only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, ignored=IGNORED, unconverted=UNCONVERTED_MTP,
     recognized=f"{MIXTURE.replace('!interleaved', 'interleaved')} !sigmoid_router router_bias", notices=_notices,
+    proven="names",
 )  # fmt: skip

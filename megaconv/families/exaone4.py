@@ -50,4 +50,5 @@ FAMILY = Family(
     "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, keys=_KEYS, only=SILU, ignored=IGNORED,
     fixed={**LLAMA_LIKE, "attention.qk_norm": True, "norm.place": "after"},
     features=("qk_norm",), recognized=f"{_PLAIN} qk_norm !wide_qk_norm",
+    proven="custom module",
 )  # fmt: skip

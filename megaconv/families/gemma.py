@@ -51,4 +51,5 @@ FAMILY = Family(
     "gemma", ("GemmaForCausalLM",), "gemma", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GEMMA, ignored=IGNORED,
     features=("zero_centered",), recognized="rope pre_norm !norm_bias zero_centered gelu_tanh gated !mixture !mla !sinks",
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
+    proven="custom module",
 )  # fmt: skip

@@ -54,4 +54,5 @@ FAMILY = Family(
     "gemma2", ("Gemma2ForCausalLM",), "gemma2", ROWS, keys=_KEYS, fixed=GEMMA_2, ignored=IGNORED,
     features=("zero_centered",), recognized=f"{GEMMA_LIKE} !qk_norm", beyond_core=("attention.score_cap", "head.logit_cap"),
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
+    proven="custom module",
 )  # fmt: skip

@@ -23,4 +23,5 @@ FAMILY = Family(
     only={"attn_logit_softcapping": None, "final_logit_softcapping": None}, ignored=IGNORED,
     features=("zero_centered", "qk_norm"), recognized=f"{GEMMA_LIKE} qk_norm", beyond_core=("positions.local_theta",),
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
+    proven="custom module",
 )  # fmt: skip

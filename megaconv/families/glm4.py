@@ -20,4 +20,5 @@ FAMILY = Family(
     "glm4", ("Glm4ForCausalLM",), "glm4", ROWS, keys=GLM_KEYS,
     fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"}, only=SILU, ignored=IGNORED,
     recognized=PLAIN.replace("!interleaved", "interleaved").replace("pre_norm", "sandwich_norm !qk_norm"),
+    proven="custom module",
 )  # fmt: skip

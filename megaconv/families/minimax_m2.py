@@ -44,4 +44,5 @@ _ONLY = {**SILU, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_no
 FAMILY = Family(
     "minimax_m2", ("MiniMaxM2ForCausalLM",), "minimax_m2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID, **_FIXED},
     only=_ONLY, ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} sigmoid_router !shared_ffn wide_qk_norm",
+    proven="custom module",
 )  # fmt: skip

@@ -20,4 +20,5 @@ FAMILY = Family(
     "olmo2", ("Olmo2ForCausalLM",), "olmo2", ROWS,
     keys=(*decoder_keys(positions=2048, epsilon=1e-5, tokens=(None, 50279, 1)), BIASES), fixed=OLMO_2, only=SILU,
     ignored=IGNORED, features=("qk_norm",), recognized=f"{OLMO_LIKE} !windows",
+    proven="custom module",
 )  # fmt: skip

@@ -15,4 +15,5 @@ _KEYS = (
 FAMILY = Family(
     "olmo3", ("Olmo3ForCausalLM",), "olmo3", ROWS, keys=_KEYS, fixed=OLMO_2, only=SILU, ignored=IGNORED,
     features=("qk_norm",), recognized=f"{OLMO_LIKE} windows",
+    proven="custom module",
 )  # fmt: skip

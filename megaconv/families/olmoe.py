@@ -27,4 +27,5 @@ _FIXED = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "layers.m
 FAMILY = Family(
     "olmoe", ("OlmoeForCausalLM",), "olmoe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only={**SILU, "clip_qkv": None},
     ignored=IGNORED, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn wide_qk_norm",
+    proven="custom module",
 )  # fmt: skip
