@@ -277,7 +277,7 @@ def test_the_process_that_is_limited_can_do_its_work(llama: Path, tmp_path: Path
     assert outcome.status == 0, outcome.err
 
 
-@pytest.mark.parametrize("iteration", [-1, 10**13, 10**1000], ids=["negative", "large", "huge"])
+@pytest.mark.parametrize("iteration", [-1, 10**13, 10**30], ids=["negative", "large", "huge"])
 def test_an_iteration_of_any_number_is_refused(iteration: int, llama: Path, tmp_path: Path) -> None:
     megaconv.convert(llama, tmp_path / "core", saver="core")
     (tmp_path / "core" / "megaconv.json").unlink()
