@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tests import encoder_oracle
+from tests import delta_net_oracle, encoder_oracle
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +206,8 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     known: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     known |= {
-        "layernorm_zero_centered_gamma": False,  # see as_gemma
+        "layernorm_zero_centered_gamma": False,  # see add_one
+        **delta_net_oracle.settings(args),
         "pipeline_dtype": args.params_dtype,
         "num_moe_experts": args.num_experts,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
@@ -256,10 +257,13 @@ def build_gpt(args: Namespace, virtual_stage: int | None) -> "GPTModel":
 
     config = transformer_config(args)
     spec = (
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
-        if args.num_experts
+        get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual_stage
+        )
+        if args.num_experts or delta_net_oracle.layers(args)
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
+    delta_net_oracle.put_into(spec, args, config, virtual_stage)
     mtp = None
     if args.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
@@ -343,7 +347,9 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
         assert found <= {args.params_dtype}, f"args say {args.params_dtype}, the file has {found}"
         chunk.load_state_dict(weights, strict=True)
         if args.layernorm_zero_centered_gamma:
-            as_gemma(args, chunk)
+            add_one(chunk)
+            if not args.attention_output_gate:
+                scale_embedding(args, chunk)
         # Without labels GPTModel doesn't know what to do with what further layers predict: so it gives it back, after the
         # main logits as if it were more of the sequence.
         chunk.config.mtp_num_layers = None
@@ -351,18 +357,18 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
     return chunks
 
 
-def as_gemma(args: Namespace, chunk: "GPTModel") -> None:
-    """What Megatron core leaves to others, as they do it.
-
-    - Norms with zero-centered gamma are Apex's or Transformer Engine's: torch's, which run here, get the sum.
-    - The embedding's scale is no part of GPTModel: Megatron-Bridge and NeMo multiply what the embedding gives, as here.
-    """
+def add_one(chunk: "GPTModel") -> None:
+    """Norms with zero-centered gamma are Apex's or Transformer Engine's: torch's, which run here, get the sum."""
     import torch
 
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             if name.endswith("layernorm.weight"):
                 parameter.add_(1)
+
+
+def scale_embedding(args: Namespace, chunk: "GPTModel") -> None:
+    """As Megatron-Bridge and NeMo do for Gemma, since GPTModel doesn't."""
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output * args.hidden_size**0.5)
 

@@ -84,6 +84,22 @@ def windows(first: int) -> dict[str, Any]:
     return {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (LAYERS - first)}
 
 
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "whole heads rotate": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0}
+    },
+    "epsilon": {"rms_norm_eps": 1e-2},
+}
+
 VARIANTS = {
     "llama": Variant("llama", others={"epsilon": {"rms_norm_eps": 1e-5}, "rotary base": rope(10000.0)}),
     "llama, as many kv heads as heads": Variant("llama", {"num_key_value_heads": 8}),
@@ -133,6 +149,7 @@ VARIANTS = {
         {"no window": {"sliding_window": None}},
     ),
     "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}, FEW),
+    "qwen3_5": Variant("qwen3_5_text", DELTA_NET, ROTATIONS, ("tp2 pp2, layers 1+3",)),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
 }
@@ -194,6 +211,16 @@ MIXTURES = {
          "window on the other layers": {"layer_types": ["full_attention", "sliding_attention"] * 2},
          "rounded range": rope(5000.0, **GPT_OSS_YARN | {"truncate": True})},
         ("tp1 pp1 ep1", "tp2 pp1 ep2", "tp1 pp2 ep2"),
+    ),
+    "qwen3_next": Variant(
+        "qwen3_next",
+        {**EXPERTS, **DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+        {"weights left as they are": {"norm_topk_prob": False}, **ROTATIONS},
+        ("tp2 pp1 ep2", "tp1 pp2 ep2"),
+    ),
+    "qwen3_5_moe": Variant(
+        "qwen3_5_moe_text", {**EXPERTS, **DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 32}, ROTATIONS,
+        ONE_WITH_EXPERTS,
     ),
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS

@@ -23,6 +23,7 @@ from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memor
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
+from megaconv.engine.shifted import PlainSource
 from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
@@ -174,6 +175,8 @@ def prepare(
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
+    if "out_norm" in options.save.allow_lossy:
+        source = PlainSource(source)
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None

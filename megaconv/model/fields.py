@@ -14,6 +14,7 @@ from megaconv.model.config import (
     Head,
     LatentAttention,
     LayerKind,
+    LinearAttention,
     ModelConfig,
     Norm,
     Positions,
@@ -26,6 +27,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "norm": Norm,
     "positions": Positions,
     "latent": LatentAttention,
+    "linear": LinearAttention,
     "experts": Experts,
     "encoder": Encoder,
     "head": Head,
@@ -51,9 +53,17 @@ NOT_COMPUTED = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 STRUCTURE = (
     *("layers.count", "layers.mixer", "layers.mlp", "hidden", "mlp.ffn", "mlp.bias", "tie_embeddings", "token_types"),
     *("attention.heads", "attention.kv_heads", "attention.head_dim", "attention.qkv_bias", "attention.o_bias"),
-    *("attention.qk_norm", "attention.sinks", "experts.count", "experts.shared_gate", "experts.router_bias"),
+    *(
+        "attention.qk_norm",
+        "attention.sinks",
+        "attention.output_gate",
+        "experts.count",
+        "experts.shared_gate",
+        "experts.router_bias",
+    ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+    *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
 
@@ -122,6 +132,8 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
     if not config.has("rope"):
         without_effect |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
         without_effect |= {"positions.interleaved", "layers.rotates"}
+    if not config.has("linear_layers"):
+        without_effect |= {name for name in FIELDS if name.startswith("linear.")}
     if not config.experts.count:
         without_effect |= {
             "layers.mlp",

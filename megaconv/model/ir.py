@@ -39,6 +39,8 @@ class TensorInfo(NamedTuple):
 
     shape: Shape
     dtype: str
+    shift: int = 0
+    """What the source has added to the canonical values: see engine/shifted.py."""
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +86,16 @@ class Header:
 
 def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:
     """The manifest of these tensors."""
-    return {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    return {key: info_of(tensor) for key, tensor in tensors.items()}
+
+
+def info_of(tensor: LazyTensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), tensor.dtype, shift_of(tensor))
+
+
+def shift_of(tensor: LazyTensor) -> int:
+    """What its source has added to the canonical values: of a lazy tensor that says so, in `shift`."""
+    return int(getattr(tensor, "shift", 0))
 
 
 def main_dtype(manifest: Mapping[Key, TensorInfo]) -> str:

@@ -187,7 +187,7 @@ def windows_on(raw: Raw, layers: tuple[int, ...], size_of_window: int | None) ->
 GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")
 """Two names for one activation."""
 
-PLAIN = "rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !mixture !mla !encoder !transform"
+PLAIN = "rope !norm_bias silu gated pre_norm !zero_centered !sinks !clamped !output_gate !linear_layers !mixture !mla !encoder !transform"
 """What distinguishes a dense Llama-like decoder from all others; what distinguishes one from another comes on top."""
 MIXTURE = PLAIN.replace("!mixture", "mixture")
 

@@ -29,7 +29,7 @@ def core_order(rows: tuple[Row, ...], naming: Naming) -> ModuleOrder:
 
 def naming_of(names: Collection[str]) -> Naming:
     """Whose layers a core model is built of, and how its experts are stored."""
-    fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")
+    fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight", "in_proj.layer_norm_weight")
     impl = "transformer_engine" if any(name.endswith(fused) for name in names) else "local"
     experts = ""
     if any(name.endswith(".experts.weight1") for name in names):
@@ -50,16 +50,21 @@ _NORMS = tuple(
     f"{name}.weight"
     for name in (
         *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "final_layernorm"),
-        *("enorm", "hnorm"),
+        *("enorm", "hnorm", "out_norm"),
     )
 )
 """Norms that are modules of their own among Transformer Engine's too."""
 
 
+def is_of_linear_layer(name: str) -> bool:
+    """Whether it lies in a linear layer of Megatron's, column or row parallel."""
+    return any(word in name for word in (".linear_", ".eh_proj.", ".in_proj.", ".out_proj."))
+
+
 def extra_states(names: Collection[str]) -> dict[str, bool]:
     """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None)."""
     engine = "local" not in naming_of(names).variants
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".linear_" in name or ".eh_proj." in name)
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if is_of_linear_layer(name))
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:
         attention = [module for module in modules if module.endswith("linear_proj")]

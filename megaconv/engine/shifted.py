@@ -1,0 +1,113 @@
+"""Tensors that a naming scheme stores with a number added, such as norms that multiply with their weight + 1.
+
+A tensor goes through the stream as its source stores it, and says so (`shift`, see ir.TensorInfo): between two checkpoints
+that store it alike not a bit is touched, even where a floating-point number has no exact neighbour at the distance of 1.
+Where they differ it is computed when it is written, and has to come back to the same bits. What is hashed are the
+canonical values, so that fingerprints don't depend on who stores it how.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from megaconv.engine import rounding
+from megaconv.errors import NotExpressible
+from megaconv.model.ir import Header, Key, Source, TensorInfo, shift_of
+
+
+def add(values: Bytes, dtype: str, number: int) -> Bytes:
+    """A contiguous array of bytes with a number added to each element, rounded to nearest."""
+    numbers = rounding.exact(values, dtype)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        if dtype == "float64":
+            return (numbers + number).view(np.uint8)
+        return rounding.rounded(numbers + np.float32(number), dtype)
+
+
+def add_exactly(values: Bytes, dtype: str, number: int) -> Bytes | None:
+    """The same; None where taking it away again doesn't give the same bits."""
+    made = add(values, dtype, number)
+    return made if np.array_equal(add(made, dtype, -number), values) else None
+
+
+def write_shifted(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
+    """The same. Raises NotExpressible, naming the tensor."""
+    made = add_exactly(values, dtype, number)
+    if made is None:
+        found = rounding.exact(values, dtype).reshape(-1)
+        back = rounding.exact(add(add(values, dtype, number), dtype, -number), dtype).reshape(-1)
+        first = found[np.flatnonzero(found != back)[:1]]
+        value = f" ({first[0]:g})" if first.size else ""
+        raise NotExpressible(
+            f"{name}: a weight{value} is stored with {number:+d} there, which {dtype} has no exact value for; choose --dtype "
+            "float32, or --allow-lossy out_norm to have it rounded (weights of Transformer Engine's layers alone), or for "
+            "an output of Megatron core --transformer-impl local"
+        )
+    return made
+
+
+class ShiftedHasher:
+    """Hashes canonical values. What has none in its dtype is hashed as it is stored, and marked: nothing else has its hash."""
+
+    def __init__(self, plain: Any, marked: Any, dtype: str, shift: int) -> None:
+        """plain, marked: hashers that have seen what comes before the values."""
+        self._plain, self._marked, self._dtype, self._shift = plain, marked, dtype, shift
+        self._exact = True
+
+    def update(self, values: Bytes) -> None:
+        self._marked.update(values)
+        made = add_exactly(values, self._dtype, -self._shift) if self._exact else None
+        self._exact = made is not None
+        if made is not None:
+            self._plain.update(made.reshape(-1))
+
+    def hexdigest(self) -> str:
+        return str((self._plain if self._exact else self._marked).hexdigest())
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """The canonical values of a shifted tensor, rounded to its dtype."""
+
+    source: LazyTensor
+    by: int
+    """The source's shift."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        stored = np.empty((box.rows, box.cols * ITEMSIZE[self.dtype]), np.uint8)
+        self.source.read_into(box, stored)
+        np.copyto(out, add(stored, self.dtype, -self.by))
+
+
+def plain(tensor: LazyTensor) -> LazyTensor:
+    """The tensor with canonical values, rounded where its dtype has none."""
+    shift = shift_of(tensor)
+    return PlainTensor(tensor, shift) if shift else tensor
+
+
+@dataclass(frozen=True)
+class PlainSource:
+    """A source all of whose tensors have canonical values, rounded where their dtype has none."""
+
+    source: Source
+
+    @property
+    def header(self) -> Header:
+        header = self.source.header
+        manifest = {key: TensorInfo(info.shape, info.dtype) for key, info in header.manifest.items()}
+        return replace(header, manifest=manifest)
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        for key, tensor in self.source.tensors():
+            yield key, plain(tensor)
