@@ -89,7 +89,9 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
     return changed(
         config,
         {
-            "layers.mixer": per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, "linear", "attention"),
+            "layers.mixer": per_layer(
+                draw(st.sets(st.integers(0, layers - 1), min_size=1)), layers, "linear", "attention"
+            ),
             "linear.key_heads": key_heads,
             "linear.value_heads": key_heads * draw(st.integers(1, 3)),
             "linear.key_dim": draw(st.integers(1, 3)),
