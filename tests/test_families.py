@@ -26,7 +26,7 @@ from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import native_tensors
 from tests.models import write_llama
 from tests.runs import assert_refused, run
-from tests.strategies import Draw, stage_splits
+from tests.strategies import Draw, has_experts, stage_splits
 
 Tensors = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -49,6 +49,13 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
@@ -58,6 +65,9 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 4},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4, "mlp_only_layers": [1]},
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_moe": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4},
 }
 
 
@@ -82,6 +92,8 @@ def write_model(path: Path, family: str, naming: Naming = HF, **keys: Any) -> Pa
             ].clone()
         elif not native.copy:
             tensors[native.name] = torch.randn(native.shape, generator=generator).bfloat16()
+            if native.name.endswith("linear_attn.norm.weight"):  # which Transformer Engine's layers store less 1
+                tensors[native.name] = (1 + torch.rand(native.shape, generator=generator) / 2).bfloat16()
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(raw))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -110,7 +122,7 @@ def layouts(draw: Draw, family: str) -> dict[str, Any]:
     local = draw(st.booleans())
     found = {"tp": tp, "pp": pp, "vpp": vpp, "layer_split": draw(stage_splits(3, pp * vpp)), "vocab_divisor": 4}
     found["transformer_impl"] = "local" if local else "transformer_engine"
-    if family == "gemma":
+    if not has_experts(family):
         return found
     biased = family == "gpt_oss"  # its experts have biases, and so aren't cut
     ep = draw(st.sampled_from([size for size in (1, 2, 4) if size >= tp or not biased]))
@@ -152,7 +164,7 @@ def stacked(tensors: Tensors, gate: str, up: str, down: str) -> Tensors:
     return {name.replace("block_sparse_moe.gate", "mlp.gate"): tensor for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "qwen3_5_moe"])
 def test_stacked_experts_are_read_and_come_back_as_transformers_saves_them(family: str, tmp_path: Path) -> None:
     hf = write_model(tmp_path / "hf", family)
     words = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
