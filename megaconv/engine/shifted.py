@@ -41,10 +41,10 @@ def write_shifted(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
         back = rounding.exact(add(add(values, dtype, number), dtype, -number), dtype).reshape(-1)
         first = found[np.flatnonzero(found != back)[:1]]
         value = f" ({first[0]:g})" if first.size else ""
+        remedy = "--transformer-impl local" if number < 0 else "--allow-lossy out_norm to have it rounded"
         raise NotExpressible(
-            f"{name}: a weight{value} is stored with {number:+d} there, which {dtype} has no exact value for; choose --dtype "
-            "float32, or --allow-lossy out_norm to have it rounded (weights of Transformer Engine's layers alone), or for "
-            "an output of Megatron core --transformer-impl local"
+            f"{name}: a weight{value} would be stored with {number:+d} there, for which {dtype} has no exact value; choose "
+            f"--dtype float32, or {remedy}"
         )
     return made
 

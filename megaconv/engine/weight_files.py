@@ -1,7 +1,8 @@
 """Named tensors of whole models: in safetensors or torch files, alone or with an index; and the model that they are."""
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from formats.tensor import LazyTensor
 from megaconv.engine.assembled import Placed, assemble
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
-from megaconv.model.check import same_names
+from megaconv.model.check import listing, same_names
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Key
@@ -19,6 +20,8 @@ from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes
+
+_log = logging.getLogger("megaconv")
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In the order in which transformers looks for them."""
@@ -85,7 +88,9 @@ def whole_model(
 
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or "(?!)")
+    patterns = (*family.ignored, *family.left_out)
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
+    _warn_of_left_out(family, found, where)
     kept = {name: tensor for name, tensor in found.items() if not ignored.fullmatch(name)}
     config = family.complete(config, kept)
     most = len(kept) + 1  # of more layers some have to be missing
@@ -98,6 +103,19 @@ def whole_model(
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
     return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)
+
+
+def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:
+    for pattern, what in family.left_out.items():
+        names = [name for name in found if re.fullmatch(pattern, name)]
+        if names:
+            _log.warning(
+                "%s: %s are not converted, %d tensors are left out: %s; --base adds them to an hf output again",
+                where,
+                what,
+                len(names),
+                listing(names),
+            )
 
 
 def _require_experts(config: ModelConfig, held: int, where: str) -> None:

@@ -19,6 +19,6 @@ _ROWS = (*MIXERS, *MLP, *HEAD)
 
 FAMILY = Family(
     "qwen3_5", ("Qwen3_5ForCausalLM",), "qwen3_5_text", tuple(row.without("legacy", "meta") for row in _ROWS),
-    keys=hybrid_keys(kv_heads=4), fixed=HYBRID, only=HYBRID_ONLY, ignored=(*IGNORED, *MTP_LEFT_OUT),
+    keys=hybrid_keys(kv_heads=4), fixed=HYBRID, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT,
     features=HYBRID_FEATURES, recognized=f"{RECOGNIZED} !mixture",
 )  # fmt: skip

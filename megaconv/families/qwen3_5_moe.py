@@ -24,6 +24,6 @@ _ALL_EXPERTS = {"layers.mlp": "experts", "experts.shared_gate": True, "experts.r
 FAMILY = Family(
     "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), "qwen3_5_moe_text",
     tuple(row.without("legacy", "meta") for row in (*MIXERS, *EXPERTS, *HEAD)),
-    keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=(*IGNORED, *MTP_LEFT_OUT), features=HYBRID_FEATURES,
+    keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT, features=HYBRID_FEATURES,
     recognized=None,
 )  # fmt: skip

@@ -27,6 +27,6 @@ FAMILY = Family(
         *qwen_experts(count=512, per_token=10, width=512, renormalize=True),
         size("shared_expert_intermediate_size", "experts.shared_ffn", 512),
     ),
-    fixed=HYBRID | {"experts.shared_gate": True}, only=HYBRID_ONLY, ignored=(*IGNORED, *MTP_LEFT_OUT),
+    fixed=HYBRID | {"experts.shared_gate": True}, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT,
     features=HYBRID_FEATURES, recognized=f"{RECOGNIZED} mixture !sigmoid_router shared_ffn",
 )  # fmt: skip

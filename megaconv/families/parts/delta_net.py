@@ -88,8 +88,8 @@ PROJECTIONS: Spelling = (
 )
 """Qwen 3.5's."""
 
-MTP_LEFT_OUT = (r"mtp\..*",)
-"""Names of MTP layers, which transformers' classes don't compute with either."""
+MTP_LEFT_OUT = {r"mtp\..*": "layers for multi-token prediction"}
+"""transformers' classes don't compute with them either."""
 
 _KINDS = {"linear_attention": "linear", "full_attention": "attention"}
 
