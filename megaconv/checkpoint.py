@@ -49,6 +49,6 @@ def open_checkpoint(path: str | Path, options: LoadOptions | None = None, loader
     """Open a directory, a Hub id, or whatever else a loader takes; reads metadata only. Raises CheckpointError."""
     _, source = open_source(path, loader, options)
     found = dict(source.tensors())
-    weights = {key.name: plain(tensor) for key, tensor in found.items() if key.slot == WEIGHT}
-    slots = {key: plain(tensor) for key, tensor in found.items() if key.slot != WEIGHT}
+    weights = {key.name: plain(key, tensor) for key, tensor in found.items() if key.slot == WEIGHT}
+    slots = {key: plain(key, tensor) for key, tensor in found.items() if key.slot != WEIGHT}
     return Checkpoint(source.header, weights, slots)

@@ -6,7 +6,7 @@ Every tensor is one chunk, its key the name in transformers' state_dict.
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -34,6 +34,5 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         file, record = stored.add_chunk(native.name, native.shape, dtype, start, native.shape)
         row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[dtype]
         for name, regions in native.parts.items():
-            placement = Placement(file, record, row_bytes, regions, shift=native_shift(header, native.shift, Key(name)))
-            placements.setdefault(Key(name), []).append(placement)
+            placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
     return OutputPlan(files | stored.layouts(nested_keys=True), placements)

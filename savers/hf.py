@@ -7,7 +7,7 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import CopiedTensors, open_base
-from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -51,9 +51,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     for native in natives:
         row_bytes, record = matrix_shape(native.shape)[1] * ITEMSIZE[native_dtype(header, native)], names[native.name]
         for name, regions in native.parts.items():
-            shift = native_shift(header, native.shift, Key(name))
-            placement = Placement(file_of[record], record, row_bytes, regions, shift=shift)
-            placements.setdefault(Key(name), []).append(placement)
+            placements.setdefault(Key(name), []).append(Placement(file_of[record], record, row_bytes, regions))
     return OutputPlan(files, placements, from_base=added)
 
 

@@ -143,7 +143,7 @@ def _compare_values(
 ) -> Difference | None:
     unequal, largest = 0, 0.0
     if shift_of(left) != shift_of(right):
-        left, right = plain(left), plain(right)
+        left, right = plain(key, left), plain(key, right)
     hashers = [tensor_hasher(left) if check.expects(key) else None for check in checks]
     for ours, theirs in zip(read_blocks(left), read_blocks(right), strict=True):
         for hasher, block in zip(hashers, (ours, theirs), strict=True):

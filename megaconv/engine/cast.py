@@ -90,9 +90,10 @@ class CastSource:
     @property
     def header(self) -> Header:
         header = self.source.header
-        made = self._made(header.manifest)
-        manifest = {key: header.manifest[origin]._replace(dtype=dtype) for key, origin, dtype in made}
-        return replace(header, manifest=manifest, config=changed(header.config, {"dtype": self.dtype}))
+        made = list(self._made(header.manifest))
+        manifest = {key: TensorInfo(header.manifest[origin].shape, dtype) for key, origin, dtype in made}
+        shifts = {key: header.shifts[origin] for key, origin, _ in made if origin in header.shifts}
+        return replace(header, manifest=manifest, shifts=shifts, config=changed(header.config, {"dtype": self.dtype}))
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         header = self.source.header

@@ -175,8 +175,9 @@ def prepare(
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
-    if "out_norm" in options.save.allow_lossy:
-        source = PlainSource(source)
+    rounds = "out_norm" in options.save.allow_lossy
+    if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
+        source = PlainSource(source, exact=not rounds)
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None

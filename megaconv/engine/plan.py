@@ -45,7 +45,7 @@ def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> st
 
 def native_shift(header: Header, shift: int, key: Key) -> int:
     """What has to be added to a tensor of the stream for a native one with this shift; to moments of an optimizer nothing."""
-    return shift - header.manifest[key].shift if key.slot in (WEIGHT, MASTER) else 0
+    return shift - header.shifts.get(key, 0) if key.slot in (WEIGHT, MASTER) else 0
 
 
 def needed_boxes(placements: Sequence[Placement]) -> list[Box]:

@@ -1,9 +1,9 @@
 """Tensors that a naming scheme stores with a number added, such as norms that multiply with their weight + 1.
 
-A tensor goes through the stream as its source stores it, and says so (`shift`, see ir.TensorInfo): between two checkpoints
-that store it alike not a bit is touched, even where a floating-point number has no exact neighbour at the distance of 1.
-Where they differ it is computed when it is written, and has to come back to the same bits. What is hashed are the
-canonical values, so that fingerprints don't depend on who stores it how.
+To a saver that can store it so too (HOLDS_SHIFTED) a tensor goes as its source stores it, and says so (`shift`): between
+two such checkpoints not a bit is touched, even where a floating-point number has no exact neighbour at the distance of 1.
+Where the output stores it otherwise it is computed on the way, and has to come back to the same bits. What is hashed are
+the canonical values, so that fingerprints don't depend on who stores it how.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import numpy as np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.engine import rounding
 from megaconv.errors import NotExpressible
-from megaconv.model.ir import Header, Key, Source, TensorInfo, shift_of
+from megaconv.model.ir import Header, Key, Source, shift_of
 
 
 def add(values: Bytes, dtype: str, number: int) -> Bytes:
@@ -33,7 +33,7 @@ def add_exactly(values: Bytes, dtype: str, number: int) -> Bytes | None:
     return made if np.array_equal(add(made, dtype, -number), values) else None
 
 
-def write_shifted(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
+def add_or_refuse(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
     """The same. Raises NotExpressible, naming the tensor."""
     made = add_exactly(values, dtype, number)
     if made is None:
@@ -70,11 +70,14 @@ class ShiftedHasher:
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """The canonical values of a shifted tensor, rounded to its dtype."""
+    """The canonical values of a shifted tensor. Reading it raises NotExpressible where its dtype has none, unless they are
+    rounded then (`exact`)."""
 
     source: LazyTensor
     by: int
     """The source's shift."""
+    name: str
+    exact: bool
 
     @property
     def shape(self) -> Shape:
@@ -87,27 +90,29 @@ class PlainTensor:
     def read_into(self, box: Box, out: Bytes) -> None:
         stored = np.empty((box.rows, box.cols * ITEMSIZE[self.dtype]), np.uint8)
         self.source.read_into(box, stored)
-        np.copyto(out, add(stored, self.dtype, -self.by))
+        if self.exact:
+            np.copyto(out, add_or_refuse(stored, self.dtype, -self.by, self.name))
+        else:
+            np.copyto(out, add(stored, self.dtype, -self.by))
 
 
-def plain(tensor: LazyTensor) -> LazyTensor:
-    """The tensor with canonical values, rounded where its dtype has none."""
+def plain(key: Key, tensor: LazyTensor, *, exact: bool = False) -> LazyTensor:
+    """The tensor with canonical values; where its dtype has none they are rounded, or an error."""
     shift = shift_of(tensor)
-    return PlainTensor(tensor, shift) if shift else tensor
+    return PlainTensor(tensor, shift, str(key), exact) if shift else tensor
 
 
 @dataclass(frozen=True)
 class PlainSource:
-    """A source all of whose tensors have canonical values, rounded where their dtype has none."""
+    """A source all of whose tensors have canonical values; where their dtype has none they are rounded, or an error."""
 
     source: Source
+    exact: bool
 
     @property
     def header(self) -> Header:
-        header = self.source.header
-        manifest = {key: TensorInfo(info.shape, info.dtype) for key, info in header.manifest.items()}
-        return replace(header, manifest=manifest)
+        return replace(self.source.header, shifts={})
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         for key, tensor in self.source.tensors():
-            yield key, plain(tensor)
+            yield key, plain(key, tensor, exact=self.exact)

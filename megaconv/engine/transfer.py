@@ -23,7 +23,7 @@ from megaconv.engine.assembled import halved_rows, overlap, paired_rows, transpo
 from megaconv.engine.fingerprints import tensor_hasher
 from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.shares import Share
-from megaconv.engine.shifted import write_shifted
+from megaconv.engine.shifted import add_or_refuse
 from megaconv.engine.stream import Stream
 from megaconv.errors import Cancelled, CheckpointError
 from megaconv.model.ir import Key
@@ -259,7 +259,7 @@ class _Target:
                 continue
             data = buffers.contiguous(data)
             if self.place.shift:
-                data = write_shifted(data, self._dtype, self.place.shift, str(self._key))
+                data = add_or_refuse(data, self._dtype, self.place.shift, str(self._key))
             if region.transposed:
                 self._write(region.row + right, region.col + down, transpose(data, self._itemsize))
             else:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from formats.tensor import LazyTensor
 from megaconv.errors import CorruptCheckpoint, TensorMismatch
-from megaconv.model.ir import Key, TensorInfo, info_of
+from megaconv.model.ir import Key, TensorInfo
 
 _LISTED = 8
 """Names that an error message spells out."""
@@ -31,7 +31,7 @@ class Ledger:
             raise TensorMismatch(f"{key}: the loader sent a tensor that its manifest doesn't list")
         if key in self._seen:
             raise TensorMismatch(f"{key}: the loader sent this tensor twice")
-        found = info_of(tensor)
+        found = TensorInfo(tuple(tensor.shape), tensor.dtype)
         if found != expected:
             raise TensorMismatch(
                 f"{key}: declared as {list(expected.shape)} {expected.dtype}, sent as {list(found.shape)} {found.dtype}"

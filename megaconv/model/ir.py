@@ -39,8 +39,6 @@ class TensorInfo(NamedTuple):
 
     shape: Shape
     dtype: str
-    shift: int = 0
-    """What the source has added to the canonical values: see engine/shifted.py."""
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +65,8 @@ class Header:
     """Rows of the source's embedding as stored, where they are more than the vocabulary."""
     has_optimizer: bool = False
     """Whether optimizer state lies beside the weights."""
+    shifts: Mapping[Key, int] = field(default_factory=dict)
+    """What the source has added to the values of a tensor; nothing to those that aren't listed. See engine/shifted.py."""
     revision: str | None = None
     """Of a source that isn't files: changes whenever its content does. None: nobody knows, and a run of it can't be resumed."""
 
@@ -86,11 +86,7 @@ class Header:
 
 def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:
     """The manifest of these tensors."""
-    return {key: info_of(tensor) for key, tensor in tensors.items()}
-
-
-def info_of(tensor: LazyTensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), tensor.dtype, shift_of(tensor))
+    return {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
 
 def shift_of(tensor: LazyTensor) -> int:
