@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats import torch_dist
-from formats.chunked import ChunkedTensor
-from formats.tensor import matrix_shape, read_tensor
+from formats.tensor import LazyTensor, matrix_shape, read_tensor
 from megaconv.engine.shifted import add_exactly
 from megaconv.errors import LayoutError, NotExpressible
+from megaconv.model.ir import Key
 from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, read_rank_file
+from tests.optimizer_models import write_trained
 from tests.runs import assert_refused, run
 from tests.test_families import assert_same, weights_of, write_model
 from tests.transformers_oracle import compute, load
@@ -98,7 +99,7 @@ def dist_norm(checkpoint: Path) -> torch.Tensor:
     return as_torch(torch_dist.open_directory(next(checkpoint.glob("iter_*"))).tensors()[NORM])
 
 
-def as_torch(tensor: ChunkedTensor) -> torch.Tensor:
+def as_torch(tensor: LazyTensor) -> torch.Tensor:
     return torch.from_numpy(read_tensor(tensor).reshape(-1)).view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
 
@@ -243,3 +244,40 @@ def test_the_arguments_alone_describe_a_hybrid(hf: Path, tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "core" / "hf")
     megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf")
     assert_same(tmp_path / "back", hf)
+
+
+# The same norm's optimizer state.
+
+
+def test_masters_of_norms_that_are_stored_less_1_keep_their_bits_too(hf: Path, tmp_path: Path) -> None:
+    """Trained, hardly any of them has an exact value beside 1."""
+    source = write_trained(hf, tmp_path / "trained", transformer_impl="transformer_engine")
+    before = megaconv.fingerprint(source)
+    for ckpt_format in ("torch", "torch_dist"):
+        options: dict[str, Any] = {"ckpt_format": ckpt_format, "tp": 2, "pp": 1, "verify": True}
+        megaconv.convert(source, tmp_path / ckpt_format, saver="core", **options)
+        after = megaconv.fingerprint(tmp_path / ckpt_format)
+        assert (after.weights, after.optimizer) == (before.weights, before.optimizer)
+
+
+def test_allowed_to_round_a_weight_stays_the_rounded_value_of_its_master(hf: Path, tmp_path: Path) -> None:
+    source = write_trained(hf, tmp_path / "trained", transformer_impl="transformer_engine")
+    local: dict[str, Any] = {"saver": "core", "transformer_impl": "local", "verify": True}
+    with pytest.raises(NotExpressible, match=r"out_norm\.weight.*--allow-lossy out_norm"):
+        megaconv.convert(source, tmp_path / "local", **local)
+    megaconv.convert(source, tmp_path / "local", allow_lossy=("out_norm",), **local)
+    opened = megaconv.open(tmp_path / "local")
+    name = "layers.0.linear.out_norm.weight"
+    master = as_torch(opened.slots[Key(name, "master")])
+    assert torch.equal(opened.load(name), master.bfloat16())
+    assert (master - 1 - rank_master(source)).abs().max() < 2**-23
+
+
+def rank_master(checkpoint: Path) -> torch.Tensor:
+    """The fp32 copy of the first layer's norm, which is known by its value."""
+    (file,) = checkpoint.glob("*/mp_rank_00/model_optim_rng.pt")
+    state = read_rank_file(file)
+    masters: list[torch.Tensor] = state["optimizer"]["fp32_from_fp16_params"][1]
+    norm = state["model"][NORM]
+    (found,) = [m for m in masters if m.shape == norm.shape and torch.equal(m.bfloat16(), norm)]
+    return found

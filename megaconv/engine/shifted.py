@@ -14,8 +14,10 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.engine import rounding
+from megaconv.engine.cast import CastTensor
 from megaconv.errors import NotExpressible
-from megaconv.model.ir import Header, Key, Source, shift_of
+from megaconv.model.ir import WEIGHT, Header, Key, Source, shift_of
+from megaconv.model.training import MASTER
 
 
 def add(values: Bytes, dtype: str, number: int) -> Bytes:
@@ -114,5 +116,16 @@ class PlainSource:
         return replace(self.source.header, shifts={})
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
-        for key, tensor in self.source.tensors():
-            yield key, plain(key, tensor, exact=self.exact)
+        shifts = self.source.header.shifts
+        if not shifts:
+            yield from self.source.tensors()
+            return
+        found = dict(self.source.tensors())
+        for key, tensor in found.items():
+            master = found.get(Key(key.name, MASTER))
+            if key.slot == WEIGHT and key in shifts and master is not None:
+                # Rounded from the master, of which it is the rounded value in its source too.
+                exact = plain(Key(key.name, MASTER), master, exact=self.exact)
+                yield key, CastTensor(exact, tensor.dtype, str(key), overflow=False)
+            else:
+                yield key, plain(key, tensor, exact=self.exact)
