@@ -177,14 +177,12 @@ def _experts(args: Namespace) -> dict[str, Any]:
     )  # fmt: skip
     softmax = given.get("experts.score", "softmax") == "softmax"
     width = _first(args, "moe_ffn_hidden_size", "ffn_hidden_size")
-    return (
-        given
-        | ({} if width is None else {"experts.ffn": width})
-        | {
-            "experts.shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
-            "experts.renormalize": not softmax or not getattr(args, "moe_router_pre_softmax", False),
-        }
-    )
+    if width is not None:
+        given["experts.ffn"] = width
+    return given | {
+        "experts.shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+        "experts.renormalize": not softmax or not getattr(args, "moe_router_pre_softmax", False),
+    }
 
 
 def _mlp(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:

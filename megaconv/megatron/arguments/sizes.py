@@ -37,6 +37,7 @@ class SizeTensors:
     head_bias: str
     """Of a T5."""
     linear: str = "self_attention.in_proj"
+    """Of a gated delta net."""
     transform: str = "lm_head.dense.weight"
     """In front of BERT's head."""
 
