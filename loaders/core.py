@@ -1,17 +1,25 @@
 """Megatron core in any format: rank directories (`torch`), `torch_dist`, `zarr`; any parallel layout."""
 
+from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 
 from formats import rank_files
+from megaconv.errors import UsageError
 from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
 from megaconv.megatron.distributed.source import find_dist, open_dist
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import holds_legacy
 from megaconv.model.ir import OpenedSource
+from megaconv.model.naming import Naming
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr"
+OPTIONS = {
+    "out_norm": "what a gated delta net's out_norm.weight is: `plain` (Megatron's local layers, transformers), or `zero_centered` "
+    "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given"
+}
 
 
 def detect(path: Path) -> bool:
@@ -27,6 +35,35 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     source, ckpt_format = (
         open_dist(path, options) if distributed else (open_ranks(path, options, legacy=False), "torch")
     )
-    naming = naming_of([name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk])
+    names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
+    naming = naming_of(names)
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
+    naming = _with_out_norm(naming, names, source.args, options.extra.get("out_norm"), distributed=distributed)
     return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed)
+
+
+def _with_out_norm(
+    naming: Naming, names: Collection[str], args: Namespace, asked: str | None, *, distributed: bool
+) -> Naming:
+    """Names alone don't say what an out_norm holds in a distributed checkpoint. Raises UsageError where its args don't either."""
+    if asked not in (None, "plain", "zero_centered"):
+        raise UsageError(f"--option out_norm={asked}: is not known; choose plain or zero_centered")
+    if not any(name.endswith(".out_norm.weight") for name in names):
+        return naming
+    if asked is None and not distributed:
+        return naming
+    impl = getattr(args, "transformer_impl", None)
+    if asked is None and impl is None:
+        raise UsageError(
+            "the checkpoint's args have no transformer_impl, which says how the weights of out_norm are stored; give "
+            "--option out_norm=plain (Megatron's local layers) or --option out_norm=zero_centered (Transformer Engine's)"
+        )
+    is_plain = asked == "plain" if asked else impl == "local"
+    others = tuple(variant for variant in naming.variants if variant != "local_keys")
+    if "local" in naming.variants:
+        if not is_plain:
+            raise UsageError(
+                "--option out_norm=zero_centered: is for Transformer Engine's layers; these are Megatron's local ones"
+            )
+        return naming
+    return Naming(naming.scheme, (*others, "local_keys")) if is_plain else naming

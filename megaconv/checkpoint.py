@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.engine.conversion import open_source
+from megaconv.engine.shifted import plain
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Layout
@@ -48,6 +49,6 @@ def open_checkpoint(path: str | Path, options: LoadOptions | None = None, loader
     """Open a directory, a Hub id, or whatever else a loader takes; reads metadata only. Raises CheckpointError."""
     _, source = open_source(path, loader, options)
     found = dict(source.tensors())
-    weights = {key.name: tensor for key, tensor in found.items() if key.slot == WEIGHT}
-    slots = {key: tensor for key, tensor in found.items() if key.slot != WEIGHT}
+    weights = {key.name: plain(key, tensor) for key, tensor in found.items() if key.slot == WEIGHT}
+    slots = {key: plain(key, tensor) for key, tensor in found.items() if key.slot != WEIGHT}
     return Checkpoint(source.header, weights, slots)

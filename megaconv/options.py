@@ -64,9 +64,10 @@ class SaveOptions:
     """What the saver alone knows, by the keys that its OPTIONS lists."""
 
 
-LOSSES = ("rope_scaling", "activation", "overflow")
+LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")
 """`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu.
-`overflow`: values beyond the range of the dtype asked for become infinite."""
+`overflow`: values beyond the range of the dtype asked for become infinite. `out_norm`: weights of norms that Transformer
+Engine's layers store less 1 are rounded where their dtype has no exact value for the weight itself."""
 
 CHECKPOINT_TYPES = ("hf", "meta", "mistral")
 

@@ -48,7 +48,8 @@ class Loader(Protocol):
 class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
-    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with OPTIONS gets what was given by
+    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_SHIFTED = True gets tensors as their
+    source stores them (`engine/shifted.py`), others always canonical values; one with OPTIONS gets what was given by
     `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may raise LayoutError
     there, before the input's tensors are looked up, where a config.json describes the model (`engine/early_check.py`).
     """

@@ -23,6 +23,7 @@ DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), 
 _log = logging.getLogger("megaconv")
 
 HOLDS_OPTIMIZER = True
+HOLDS_SHIFTED = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megaconv.families import families, family_of_hf
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
-from tests.strategies import Draw
+from tests.strategies import Draw, has_linear_attention, with_linear_attention
 
 Raw = dict[str, Any]
 
@@ -34,6 +34,14 @@ LATENT_KEYS: Raw = {
 }
 SHARED_KEYS: Raw = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 MLP_KINDS: Raw = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
+LINEAR_KEYS: Raw = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
 EXPERT_KEYS: dict[str, Raw] = {
     "deepseek_v2": LATENT_KEYS,
     "deepseek_v3": {**LATENT_KEYS, "n_group": 3, "topk_group": 2},
@@ -55,6 +63,21 @@ EXPERT_KEYS: dict[str, Raw] = {
         "shared_expert_intermediate_size": 40,
         "decoder_sparse_step": 2,
         "norm_topk_prob": True,
+    },
+    "qwen3_next": {
+        **LINEAR_KEYS,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0, 2],
+    },
+    "qwen3_5_moe": {
+        **LINEAR_KEYS,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
     },
     "qwen3_moe": {
         "num_experts": 6,
@@ -121,6 +144,7 @@ def raw_config(name: str, **keys: Any) -> Raw:
         "eos_token_id": 2,
         **EXPERT_KEYS.get(name, {}),
         **OWN_KEYS.get(name, {}),
+        **(LINEAR_KEYS if name == "qwen3_5" else {}),
         **keys,
     }
 
@@ -165,6 +189,7 @@ def in_new_keys(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
 IN_TENSORS = (
     *(
         "layers.count",
+        "layers.mixer",
         "layers.mlp",
         "hidden",
         "vocab",
@@ -267,16 +292,20 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
             else config
         )
     layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
+    if name == "qwen3_5_moe":
+        layers, config = set(range(config.layer_count)), changed(config, {"mlp.ffn": moe_ffn})
     config = changed(
         config,
         {
             "layers.mlp": per_layer(layers, config.layer_count, "experts", "dense"),
-            "experts.renormalize": draw(st.booleans()),
+            "experts.renormalize": name == "qwen3_5_moe" or draw(st.booleans()),
         },
     )
     shared = draw(st.integers(1, 99))
     return (
-        changed(config, {"experts.shared_ffn": shared, "experts.shared_gate": True}) if name == "qwen2_moe" else config
+        changed(config, {"experts.shared_ffn": shared, "experts.shared_gate": True})
+        if name in ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+        else config
     )
 
 
@@ -406,6 +435,10 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
     if name in EXPERT_KEYS:
         config = draw(with_experts(config))
+    if has_linear_attention(name):
+        percent = 1.0 if (config.positions.scaling or {}).get("rope_type") == "yarn" else 0.25
+        config = changed(config, {"positions.rotary_percent": percent})
+        return draw(with_linear_attention(config))
     if name in ("olmoe", "minimax_m2"):
         return changed(config, {"attention.qk_norm": True, "attention.qk_norm_width": "all"})
     if name == "glm4":

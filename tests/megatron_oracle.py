@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tests import custom_layers, encoder_oracle
+from tests import custom_layers, delta_net_oracle, encoder_oracle
 from tests.custom_layers import CORES_OWN, Needs
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     known: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     known |= {
         "layernorm_zero_centered_gamma": False,  # see as_others_do
+        **delta_net_oracle.settings(args),
         "pipeline_dtype": args.params_dtype,
         "num_moe_experts": args.num_experts,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
@@ -258,14 +259,17 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
 
     config = transformer_config(args)
     spec = (
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
-        if args.num_experts
+        get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual_stage
+        )
+        if args.num_experts or delta_net_oracle.layers(args)
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
     custom_layers.adapt(spec, needs, args)
     bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
     # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
     factor = args.rope_scaling_factor if bases[0] is not None and args.position_embedding_type == "rope" else 1.0
+    delta_net_oracle.put_into(spec, args, config, virtual_stage)
     mtp = None
     if args.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
@@ -376,7 +380,7 @@ def as_others_do(args: Namespace, chunk: "GPTModel") -> None:
         for name, parameter in chunk.named_parameters():
             if name.endswith("layernorm.weight"):
                 parameter.add_(1)
-    if chunk.pre_process and args.normalization == "RMSNorm":
+    if chunk.pre_process and args.normalization == "RMSNorm" and not args.attention_output_gate:
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output * args.hidden_size**0.5)
 
 

@@ -20,10 +20,21 @@ def write_trained_llama(
 ) -> Path:
     """A Megatron checkpoint of one rank (local layers) with an optimizer three steps old."""
     hf = write_llama(path.parent / f"{path.name}-hf", layers=layers, tied=tied, dtype=dtype, **sizes)
-    convert(hf, path, saver="core", transformer_impl="local", vocab_divisor=8)
+    return write_trained(hf, path, kind=kind, dtype=dtype)
+
+
+def write_trained(
+    hf: Path, path: Path, *, kind: str = "adam", dtype: str = "bfloat16", transformer_impl: str = "local"
+) -> Path:
+    """The same of any model from Hugging Face, whose dtype is given."""
+    convert(hf, path, saver="core", transformer_impl=transformer_impl, vocab_divisor=8)
     (file,) = path.glob("*/mp_rank_00/model_optim_rng.pt")
     state = load(file)
-    weights = {name: tensor for name, tensor in state["model"].items() if isinstance(tensor, torch.Tensor)}
+    weights = {
+        name: tensor
+        for name, tensor in state["model"].items()
+        if tensor is not None and not name.endswith("_extra_state")
+    }
     state["optimizer"] = trained(weights, kind=kind, float16=dtype != "float32")
     state["opt_param_scheduler"] = dict(SCHEDULER)
     state["args"].lr, state["args"].min_lr, state["args"].weight_decay = 0.01, 0.001, 0.1

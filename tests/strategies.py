@@ -44,6 +44,10 @@ def has_latent_attention(family: str) -> bool:
     return "mla" in families()[family].features
 
 
+def has_linear_attention(family: str) -> bool:
+    return any("linear" in (row.when or "").split() for row in families()[family].rows)
+
+
 def has_mtp(family: str) -> bool:
     return any(row.stage == "mtp" for row in families()[family].rows)
 
@@ -79,11 +83,34 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
 
 
 @st.composite
+def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConfig:
+    """The model with a gated delta net in some layers, as hybrids have it, and gated attention in the others."""
+    key_heads, layers = tp * draw(st.integers(1, 2)), config.layer_count
+    return changed(
+        config,
+        {
+            "layers.mixer": per_layer(
+                draw(st.sets(st.integers(0, layers - 1), min_size=1)), layers, "linear", "attention"
+            ),
+            "linear.key_heads": key_heads,
+            "linear.value_heads": key_heads * draw(st.integers(1, 3)),
+            "linear.key_dim": draw(st.integers(1, 3)),
+            "linear.value_dim": draw(st.integers(1, 3)),
+            "linear.conv": draw(st.integers(1, 4)),
+            "attention.output_gate": True,
+            "attention.qk_norm": True,
+            "norm.zero_centered": True,
+        },
+    )
+
+
+@st.composite
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
-    shares_heads = naming.scheme == "core" and heads > kv_heads and not has_latent_attention(family)
+    special = has_latent_attention(family) or has_linear_attention(family)
+    shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
     config = from_fields(
@@ -119,6 +146,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
         sizes = {"encoder.layers": draw(st.integers(1, 4)), "positions.buckets": draw(st.integers(1, 8))}
         norm = draw(st.sampled_from(("RMSNorm", "LayerNorm")))
         return changed(config, {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes})
+    if has_linear_attention(family):
+        config = draw(with_linear_attention(config, tp))
     if not has_experts(family):
         return config
     if has_latent_attention(family):

@@ -78,6 +78,8 @@ def write_model(family: str, path: Path, random: Random) -> Path:
         if native.copy is None:
             drawn = torch.randint(-(1 << width - 1), 1 << width - 1, native.shape, generator=generator)
             tensors[native.name] = drawn.to(integers).view(dtype)
+            if native.name.endswith("linear_attn.norm.weight"):  # which Transformer Engine's layers store less 1
+                tensors[native.name] = (1 + drawn % 64 / 128).to(dtype)
         elif native.copy.written:  # with the layers that predict further tokens
             original = "model.embed_tokens.weight" if "embed" in native.name else "lm_head.weight"
             tensors[native.name] = tensors[original].clone()

@@ -24,7 +24,7 @@ SILENT = {
     # of a scaling of rope that is refused
     ("phi3", "original_max_position_embeddings"),
     # another name for num_experts, which wins where both are there
-    ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"),
+    ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("qwen3_next", "num_local_experts"),
     # without groups, as topk_method greedy has none
     ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
     # another name for sliding_window_pattern, which counts where there are no layer_types

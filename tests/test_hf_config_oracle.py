@@ -57,7 +57,9 @@ def as_transformers_has_it(raw: Raw) -> Any:
         "attention.heads": config.num_attention_heads,
         "attention.kv_heads": config.num_key_value_heads or config.num_attention_heads,
         "attention.head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "mlp.ffn": getattr(config, "intermediate_size", 1280),  # which a Solar Open need not say, without dense layers
+        "mlp.ffn": config.moe_intermediate_size
+        if raw["model_type"] == "qwen3_5_moe_text"
+        else getattr(config, "intermediate_size", 1280),  # which a Solar Open need not say, without dense layers
         "vocab": config.vocab_size,
         "max_positions": config.max_position_embeddings,
         "norm.epsilon": getattr(config, EPSILON.get(config.model_type, "rms_norm_eps")),
@@ -79,6 +81,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
             if config.model_type == "exaone4"
             else {}
         ),
+        **(linear_as_transformers_has_it(config) if "linear_attention" in kinds else {}),
     }
 
 
@@ -114,6 +117,17 @@ def biases_as_transformers_has_them(config: Any) -> Raw:
         "mlp.bias": everywhere or getattr(config, "mlp_bias", False),
         **({"attention.qkv_bias": config.attention_bias} if config.model_type in ("seed_oss", "glm", "jais2") else {}),
         **({"attention.qkv_bias": config.use_qkv_bias} if config.model_type == "stablelm" else {}),
+    }
+
+
+def linear_as_transformers_has_it(config: Any) -> Raw:
+    return {
+        "linear.key_heads": config.linear_num_key_heads,
+        "linear.value_heads": config.linear_num_value_heads,
+        "linear.key_dim": config.linear_key_head_dim,
+        "linear.value_dim": config.linear_value_head_dim,
+        "linear.conv": config.linear_conv_kernel_dim,
+        "mixers": ["linear" if kind == "linear_attention" else "attention" for kind in config.layer_types],
     }
 
 
@@ -163,7 +177,15 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
             more |= {"experts.groups": config.n_group, "experts.group_topk": config.topk_group}
         if config.model_type == "glm4_moe":
             more |= {"attention.qk_norm": config.use_qk_norm}
-    elif config.model_type in ("qwen2_moe", "qwen3_moe"):
+    elif config.model_type == "qwen3_5_moe_text":
+        return {
+            "experts.count": config.num_experts,
+            "experts.per_token": config.num_experts_per_tok,
+            "experts.ffn": config.moe_intermediate_size,
+            "experts.shared_ffn": config.shared_expert_intermediate_size,
+            "moe_layers": None,
+        }
+    elif config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         dense, step = config.mlp_only_layers, config.decoder_sparse_step
         moe_layers = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
         more = {"experts.count": config.num_experts}
@@ -172,6 +194,8 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
                 "experts.shared_ffn": config.shared_expert_intermediate_size,
                 "attention.qkv_bias": config.qkv_bias,
             }
+        if config.model_type == "qwen3_next":
+            more |= {"experts.shared_ffn": config.shared_expert_intermediate_size}
     else:
         return {}
     return more | {
@@ -207,6 +231,7 @@ def as_we_have_it(config: ModelConfig) -> dict[str, Any]:
     described = fields_of(config)
     described["windows"] = [kind.window for kind in config.layers]
     described["rotates"] = [kind.rotates for kind in config.layers]
+    described["mixers"] = [kind.mixer for kind in config.layers]
     described["moe_layers"] = (
         None if config.layers_with("moe") == tuple(range(config.layer_count)) else config.layers_with("moe")
     )
@@ -257,6 +282,7 @@ TRANSFORMERS_CANNOT = (
     *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
     *((name, "eos_token_id") for name in ("glm", "glm4")),  # for which its class has tokens of its own
+    *((name, key) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe") for key in ("num_key_value_heads", "head_dim")),
 )
 
 

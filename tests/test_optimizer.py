@@ -21,10 +21,11 @@ from megaconv.model.ir import Key
 from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import read_rank_file
-from tests.optimizer_models import SCHEDULER, load, trained, write_trained_llama
+from tests.optimizer_models import SCHEDULER, load, trained, write_trained, write_trained_llama
 from tests.optimizer_oracle import adamw, gradient, sgd, step
 from tests.put_together import assert_holds, assert_holds_optimizer, rank_files
 from tests.runs import assert_refused, run, unchanged
+from tests.test_families import write_model
 
 ALL = sorted(path.parent.name for path in FIXTURES.glob("core-*/expected_optim.safetensors"))
 PLAIN, DISTRIBUTED, MIXTURE = "core-llama-optim-tp2pp2", "core-te-llama-distopt-tp2dp2", "core-te-mixtral-optim-ep2"
@@ -131,6 +132,13 @@ def few_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With two key/value heads, and biases on q, k and v."""
     qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     return write_trained_llama(tmp_path_factory.mktemp("trained") / "few", tied=False, kv_heads=2, extra_config=qwen2)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With gated delta nets in two of three layers."""
+    root = tmp_path_factory.mktemp("trained")
+    return write_trained(write_model(root / "hybrid-hf", "qwen3_5"), root / "hybrid")
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist", "zarr"])
@@ -316,7 +324,7 @@ SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tra
 
 @pytest.mark.oracle
 def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
-    tied: Path, sgd_trained: Path, few_heads: Path, tmp_path: Path
+    tied: Path, sgd_trained: Path, few_heads: Path, hybrid: Path, tmp_path: Path
 ) -> None:
     """What megatron-core loads, steps and saves, bit for bit the same at two layouts, is what AdamW makes of the source."""
     cases: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -335,6 +343,9 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "shared heads, distributed": (few_heads, {"tp": 4, "distributed_optimizer": True}),
         "shared heads, torch_dist": (few_heads, {"tp": 4, "ckpt_format": "torch_dist"}),
         "tied, distributed": (tied, {"tp": 2, "pp": 2, "distributed_optimizer": True}),
+        "hybrid": (hybrid, {"tp": 2, "pp": 2, "layer_split": (1, 2)}),
+        "hybrid, torch_dist": (hybrid, {"tp": 2, "ckpt_format": "torch_dist"}),
+        "hybrid, distributed": (hybrid, {"tp": 2, "distributed_optimizer": True}),
     }
     for name, (source, options) in cases.items():
         megaconv.convert(source, tmp_path / "from" / name, saver="core", transformer_impl="local", **options)

@@ -31,7 +31,14 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "experts.group_topk": {"experts.groups": 2},
     "latent.kv_rank": {"latent.rope_dim": 2, "latent.v_dim": 3},
     "experts.count": {"experts.ffn": 8, "experts.per_token": 1},
-    "layers.count": {"layers.mlp": "dense", "layers.window": None},
+    "layers.count": {"layers.mlp": "dense", "layers.window": None, "layers.mixer": "attention"},
+    "layers.mixer": {
+        "linear.key_heads": 2,
+        "linear.value_heads": 4,
+        "linear.key_dim": 6,
+        "linear.value_dim": 5,
+        "linear.conv": 3,
+    },
 }
 """What has to change with a field for the model to be one at all."""
 FOLLOWS = {
@@ -49,7 +56,7 @@ FOLLOWS = {
 OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
-    "layers.mixer": ("mamba",),
+    "layers.mixer": ("mamba", "linear", "attention", ("linear", "linear", "attention", "linear")),
     "layers.mlp": ("experts", "dense", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),

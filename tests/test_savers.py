@@ -73,12 +73,19 @@ def write_model(name: str, path: Path) -> Path:
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        native.name: (torch.randn(native.shape, generator=generator) / 50).to(torch.bfloat16)
+        native.name: (torch.randn(native.shape, generator=generator) / 50 + is_stored_less_1(native.name)).to(
+            torch.bfloat16
+        )
         for native in native_tensors(family.rows, config, HF, Layout(), 0, whole, config.vocab)
         if not native.copy
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def is_stored_less_1(name: str) -> bool:
+    """Of which Transformer Engine's layers store w - 1: bfloat16 has that for w near 1, as trained models have it."""
+    return name.endswith("linear_attn.norm.weight")
 
 
 def combinations() -> Iterator[tuple[str, str]]:

@@ -34,7 +34,16 @@ from megaconv.model.table import (
     expand,
     expressible,
 )
-from tests.strategies import FEATURES, SPELLED, has_experts, has_latent_attention, has_mtp, sharded_models, speaks_of
+from tests.strategies import (
+    FEATURES,
+    SPELLED,
+    has_experts,
+    has_latent_attention,
+    has_linear_attention,
+    has_mtp,
+    sharded_models,
+    speaks_of,
+)
 
 Labels = dict[str, NDArray[np.int64]]
 PADDING = -1
@@ -72,6 +81,15 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
     if family == "t5":
         sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
         return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes})
+    if has_linear_attention(family):
+        sizes = {
+            "linear.key_heads": 2,
+            "linear.value_heads": 4,
+            "linear.key_dim": 3,
+            "linear.value_dim": 2,
+            "linear.conv": 4,
+        }
+        config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
     if not has_experts(family):
         return config
     if has_latent_attention(family):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megaconv.families import families
+
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
@@ -114,6 +116,21 @@ OLMO_YARN = {
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": WINDOW}
 GEMMA_OTHERS = {"scale": {"query_pre_attn_scalar": 12}, "one less": {"sliding_window": WINDOW - 1}}
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "whole heads rotate": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0}
+    },
+    "epsilon": {"rms_norm_eps": 1e-2},
+}
 
 VARIANTS = {
     "llama": Variant("llama", others={"epsilon": {"rms_norm_eps": 1e-5}, "rotary base": rope(10000.0)}),
@@ -208,6 +225,7 @@ VARIANTS = {
         {"no scaling": two_ropes(rope_of(5000.0), rope_of(200.0))},
         ("tp2 pp2",),
     ),
+    "qwen3_5": Variant("qwen3_5_text", DELTA_NET, ROTATIONS, ("tp2 pp2, layers 1+3",)),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
     "seed_oss": Variant("seed_oss", {"head_dim": 12}, {"rotary base": rope(10000.0)}, quick=QUICK),
@@ -314,6 +332,16 @@ MIXTURES = {
          "rounded range": rope(5000.0, **GPT_OSS_YARN | {"truncate": True})},
         ("tp1 pp1 ep1", "tp2 pp1 ep2", "tp1 pp2 ep2"),
     ),
+    "qwen3_next": Variant(
+        "qwen3_next",
+        {**EXPERTS, **DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+        {"weights left as they are": {"norm_topk_prob": False}, **ROTATIONS},
+        ("tp2 pp1 ep2", "tp1 pp2 ep2"),
+    ),
+    "qwen3_5_moe": Variant(
+        "qwen3_5_moe_text", {**EXPERTS, **DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 32}, ROTATIONS,
+        ONE_WITH_EXPERTS,
+    ),
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
     ),
@@ -355,6 +383,11 @@ NAMED = {
     ),
 }  # fmt: skip
 """What no model of Megatron's computes: names and bytes are all that can be compared."""
+
+
+def family_of(variant: Variant) -> str:
+    """The name of its family."""
+    return next(name for name, family in families().items() if family.model_type == variant.model_type)
 
 
 def create(variant: Variant, directory: Path) -> None:

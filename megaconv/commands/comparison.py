@@ -14,9 +14,10 @@ from megaconv import registry
 from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
 from megaconv.engine.record import SourceCheck, check_source
+from megaconv.engine.shifted import plain
 from megaconv.hub import resolve
 from megaconv.model.fields import config_differences
-from megaconv.model.ir import WEIGHT, Key, Source
+from megaconv.model.ir import WEIGHT, Key, Source, shift_of
 from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions
 
@@ -141,6 +142,8 @@ def _compare_values(
     checks: tuple[SourceCheck, SourceCheck],
 ) -> Difference | None:
     unequal, largest = 0, 0.0
+    if shift_of(left) != shift_of(right):
+        left, right = plain(key, left), plain(key, right)
     hashers = [tensor_hasher(left) if check.expects(key) else None for check in checks]
     for ours, theirs in zip(read_blocks(left), read_blocks(right), strict=True):
         for hasher, block in zip(hashers, (ours, theirs), strict=True):

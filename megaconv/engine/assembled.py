@@ -13,7 +13,7 @@ from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor, Region
-from megaconv.model.training import ParamGroup
+from megaconv.model.training import MASTER, ParamGroup
 
 _log = logging.getLogger("megaconv")
 
@@ -88,6 +88,8 @@ class Assembled:
     dtype: str
     parts: Sequence[Part]
     copies: Sequence[Copy] = ()
+    shift: int = 0
+    """What the native tensors have added to the canonical values."""
     _starts: list[int] | None = field(default=None, repr=False)
     """First rows of the parts, which are sorted for it: not before a tensor is read, since a model may have very many."""
     _reported: set[str] | None = field(default=None, repr=False)
@@ -206,6 +208,7 @@ def assemble(
     parts: dict[str, list[Part]] = {}
     copies: dict[str, list[Copy]] = {}
     dtypes: dict[str, str] = {}
+    shifts: dict[str, int] = {}
     for item in placed:
         check_shape(item)
         copy = item.native.copy
@@ -224,12 +227,13 @@ def assemble(
                 )
                 continue
             parts.setdefault(name, []).extend(found)
+            shifts[name] = item.native.shift if slot in (WEIGHT, MASTER) else 0
             if dtypes.setdefault(name, item.tensor.dtype) != item.tensor.dtype:
                 raise TensorMismatch(
                     f"{item.where}: {item.native.name} is {item.tensor.dtype}, other ranks have {dtypes[name]}"
                 )
     return {
-        (key := Key(name, slot)): Assembled(key, shape, dtypes[name], parts[name], copies.get(name, ()))
+        (key := Key(name, slot)): Assembled(key, shape, dtypes[name], parts[name], copies.get(name, ()), shifts[name])
         for name, shape in shapes.items()
         if slot == WEIGHT or name in parts
     }

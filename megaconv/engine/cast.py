@@ -9,7 +9,7 @@ from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, row_blocks
 from megaconv.engine import rounding
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.model.fields import changed
-from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, is_trained
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, is_trained, shift_of
 from megaconv.model.training import MASTER
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -42,6 +42,10 @@ class CastTensor:
     @property
     def shape(self) -> Shape:
         return self.source.shape
+
+    @property
+    def shift(self) -> int:
+        return shift_of(self.source)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         stored = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
@@ -86,9 +90,10 @@ class CastSource:
     @property
     def header(self) -> Header:
         header = self.source.header
-        made = self._made(header.manifest)
+        made = list(self._made(header.manifest))
         manifest = {key: TensorInfo(header.manifest[origin].shape, dtype) for key, origin, dtype in made}
-        return replace(header, manifest=manifest, config=changed(header.config, {"dtype": self.dtype}))
+        shifts = {key: header.shifts[origin] for key, origin, _ in made if origin in header.shifts}
+        return replace(header, manifest=manifest, shifts=shifts, config=changed(header.config, {"dtype": self.dtype}))
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         header = self.source.header

@@ -23,6 +23,7 @@ from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memor
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shares import Share, share_out
+from megaconv.engine.shifted import PlainSource
 from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
@@ -174,6 +175,9 @@ def prepare(
     if options.dtype is not None:
         source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
     files = options.save.files or _workers(options) * processes
+    rounds = "out_norm" in options.save.allow_lossy
+    if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
+        source = PlainSource(source, exact=not rounds)
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None

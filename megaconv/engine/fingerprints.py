@@ -15,12 +15,17 @@ from blake3 import blake3
 
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
-from megaconv.model.ir import WEIGHT, Key, Source
+from megaconv.engine.shifted import ShiftedHasher
+from megaconv.model.ir import WEIGHT, Key, Source, shift_of
 
 
 def tensor_hasher(tensor: LazyTensor) -> Any:
-    """A BLAKE3 that has seen dtype and shape and waits for the bytes."""
-    return blake3(f"{tensor.dtype}\0{','.join(map(str, tensor.shape))}\0".encode())
+    """A BLAKE3 (or what is used like one) that has seen dtype and shape and waits for the bytes."""
+    shape, shift = ",".join(map(str, tensor.shape)), shift_of(tensor)
+    plain = blake3(f"{tensor.dtype}\0{shape}\0".encode())
+    if not shift:
+        return plain
+    return ShiftedHasher(plain, blake3(f"{tensor.dtype}{shift:+d}\0{shape}\0".encode()), tensor.dtype, shift)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from formats.tensor import Box
 from megaconv.errors import NotExpressible
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor, Region
+from megaconv.model.training import MASTER
 
 MAX_WORKERS = 8
 BLOCK_BYTES = 2 << 20
@@ -28,6 +29,8 @@ class Placement(NamedTuple):
     regions: Sequence[Region]
     offset: int = 0
     """Bytes in the record before the native tensor, which may be one of several there."""
+    shift: int = 0
+    """What is added to the tensor's values, as they are in the stream."""
 
 
 def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
@@ -38,6 +41,11 @@ def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> st
             f"{native.name}: would join tensors of {' and '.join(sorted(dtypes))}; give --dtype to have them all the same"
         )
     return dtypes.pop()
+
+
+def native_shift(header: Header, shift: int, key: Key) -> int:
+    """What has to be added to a tensor of the stream for a native one with this shift; to moments of an optimizer nothing."""
+    return shift - header.shifts.get(key, 0) if key.slot in (WEIGHT, MASTER) else 0
 
 
 def needed_boxes(placements: Sequence[Placement]) -> list[Box]:
@@ -83,7 +91,7 @@ class OutputPlan:
         }
         places = {
             f"{key.name}/{key.slot}": [
-                [p.file, p.record, p.offset, [[*r.box, r.row, r.repeat, r.pairs, r.halves] for r in p.regions]]
+                [p.file, p.record, p.offset, p.shift, [[*r.box, r.row, r.repeat, r.pairs, r.halves] for r in p.regions]]
                 for p in placements
             ]
             for key, placements in self.placements.items()

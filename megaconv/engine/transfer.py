@@ -23,6 +23,7 @@ from megaconv.engine.assembled import halved_rows, overlap, paired_rows, transpo
 from megaconv.engine.fingerprints import tensor_hasher
 from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.shares import Share
+from megaconv.engine.shifted import add_or_refuse
 from megaconv.engine.stream import Stream
 from megaconv.errors import Cancelled, CheckpointError
 from megaconv.model.ir import Key
@@ -136,7 +137,9 @@ class Transfer:
     def _move(self, stream: Stream, key: Key, tensor: LazyTensor, buffers: "_Buffers") -> _Finished:
         hasher, itemsize = tensor_hasher(tensor) if key in self._hashed else None, ITEMSIZE[tensor.dtype]
         places, (rows, cols) = self._plan.placements.get(key, ()), matrix_shape(tensor.shape)
-        targets = [_Target(self._files[place.file], self._plan.files[place.file], place, itemsize) for place in places]
+        targets = [
+            _Target(self._files[place.file], self._plan.files[place.file], place, key, tensor.dtype) for place in places
+        ]
         wanted = [Box(0, rows, 0, cols)] if hasher else needed_boxes(places)
         for box in chain.from_iterable(box_blocks(part, tensor.dtype, self._block_bytes) for part in wanted):
             block = buffers.block(box.rows, box.cols * itemsize)
@@ -226,9 +229,10 @@ class _Buffers:
 class _Target:
     """One native tensor that a canonical tensor goes into."""
 
-    def __init__(self, file: StagedFile, layout: FileLayout, place: Placement, itemsize: int) -> None:
+    def __init__(self, file: StagedFile, layout: FileLayout, place: Placement, key: Key, dtype: str) -> None:
         self.place, self.runs = place, list[Run]()
-        self._file, self._base, self._itemsize = file, layout.records[place.record].offset, itemsize
+        self._file, self._base, self._itemsize = file, layout.records[place.record].offset, ITEMSIZE[dtype]
+        self._key, self._dtype = key, dtype
         self._checksum = isal_zlib.crc32 if layout.needs_checksums else None
         self._regions: Sequence[Region] = sorted(place.regions, key=lambda region: region.box.row1)
         self._ends = [region.box.row1 for region in self._regions]
@@ -254,6 +258,8 @@ class _Target:
                     self._write(region.row + row, region.col + right, buffers.contiguous(data[every_second]))
                 continue
             data = buffers.contiguous(data)
+            if self.place.shift:
+                data = add_or_refuse(data, self._dtype, self.place.shift, str(self._key))
             if region.transposed:
                 self._write(region.row + right, region.col + down, transpose(data, self._itemsize))
             else:

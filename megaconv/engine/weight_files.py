@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -88,15 +88,10 @@ def whole_model(
 
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """
-    ignored, unconverted = _any_of(family.ignored), _any_of(family.unconverted)
-    left_out = {name for name in found if unconverted.fullmatch(name)}
-    kept = {name: tensor for name, tensor in found.items() if name not in left_out and not ignored.fullmatch(name)}
-    if left_out:
-        _log.warning(
-            "%s: tensors that have no names in Megatron are left out: %s; --base adds them to an output of --saver hf",
-            where,
-            listing(sorted(left_out)),
-        )
+    patterns = (*family.ignored, *family.left_out)
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
+    _warn_of_left_out(family, found, where)
+    kept = {name: tensor for name, tensor in found.items() if not ignored.fullmatch(name)}
     config = family.complete(config, kept)
     most = len(kept) + 1  # of more layers some have to be missing
     bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
@@ -110,8 +105,17 @@ def whole_model(
     return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)
 
 
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
+def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:
+    for pattern, what in family.left_out.items():
+        names = [name for name in found if re.fullmatch(pattern, name)]
+        if names:
+            _log.warning(
+                "%s: %s are not converted, %d tensors are left out: %s; --base adds them to an hf output again",
+                where,
+                what,
+                len(names),
+                listing(names),
+            )
 
 
 def _require_experts(config: ModelConfig, held: int, where: str) -> None:

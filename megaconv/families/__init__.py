@@ -42,8 +42,8 @@ class Family:
     """Further keys that compute something, each with the one value that is known; written as they are."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of native names that hold nothing of the model."""
-    unconverted: tuple[str, ...] = ()
-    """And of those that hold something of it that nothing else here has names for: they are left out, with a warning."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Regular expressions of native names that are of the model and aren't converted -> what they are."""
     features: tuple[str, ...] = ()
     """What every model of the family has, of that which others may have: `qk_norm`."""
     prefix: str = ""

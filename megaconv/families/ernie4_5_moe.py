@@ -11,7 +11,7 @@ from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, deco
 from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.expert_keys import routed_experts, shared_experts
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
-from megaconv.families.parts.mtp import UNCONVERTED_MTP
+from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 from megaconv.model.table import Transposed
@@ -55,7 +55,7 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 FAMILY = Family(
     "ernie4_5_moe", ("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe", ROWS, keys=_KEYS,
     fixed=LLAMA_LIKE | {"positions.interleaved": True, "experts.router_bias": True},
-    only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, ignored=IGNORED, unconverted=UNCONVERTED_MTP,
+    only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, ignored=IGNORED, left_out=MTP_LEFT_OUT,
     recognized=f"{MIXTURE.replace('!interleaved', 'interleaved')} !sigmoid_router router_bias", notices=_notices,
     proven="names",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from megaconv.families.parts.decoder_keys import (
 from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.expert_keys import mlp_layer_types, routed_experts, shared_experts, sigmoid_routing
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
-from megaconv.families.parts.mtp import UNCONVERTED_MTP
+from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 
@@ -50,6 +50,6 @@ ROWS = in_core(respelled(UNPREDICTING, {ROUTER_BIAS.canonical: _BIAS}))
 
 FAMILY = Family(
     "exaone_moe", ("ExaoneMoeForCausalLM",), "exaone_moe", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only=SILU, ignored=IGNORED, unconverted=UNCONVERTED_MTP,
+    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only=SILU, ignored=IGNORED, left_out=MTP_LEFT_OUT,
     features=("qk_norm",), recognized=f"{MIXTURE.replace('!skips_rope', 'skips_rope')} sigmoid_router",
 )  # fmt: skip

@@ -13,16 +13,16 @@ from megaconv.model.table import Row
 QWEN_EXPERTS = expert_rows(
     "mlp.gate.weight", "mlp.experts.{e}.{gate_proj|up_proj}.weight", "mlp.experts.{e}.down_proj.weight"
 )
-_SHARED = shared_expert_rows("mlp.shared_expert.{gate_proj|up_proj}.weight", "mlp.shared_expert.down_proj.weight")
-_SHARED_GATE = Row(
+SHARED = shared_expert_rows("mlp.shared_expert.{gate_proj|up_proj}.weight", "mlp.shared_expert.down_proj.weight")
+SHARED_GATE = Row(
     "layers.{l}.mlp.shared_gate.weight", ("1 hidden",), when="moe shared_gate",
     hf="model.layers.{l}.mlp.shared_expert_gate.weight",
     core="decoder.layers.{l}.mlp.shared_experts.gate_weight",
 )  # fmt: skip
-ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *_SHARED, _SHARED_GATE, *HEAD)
+ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *SHARED, SHARED_GATE, *HEAD)
 
 
-def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Keys, ...]:
+def qwen_experts(*, count: int, per_token: int, width: int, renormalize: bool = False) -> tuple[Keys, ...]:
     """Routed experts as Qwen describes them; the numbers count where keys are missing."""
 
     def read(raw: Raw) -> Fields:
@@ -43,7 +43,7 @@ def qwen_experts(*, count: int, per_token: int, width: int) -> tuple[Keys, ...]:
         Keys(("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"), read, write),
         size("num_experts_per_tok", "experts.per_token", per_token),
         size("moe_intermediate_size", "experts.ffn", width),
-        flags("norm_topk_prob", ("experts.renormalize",), default=False),
+        flags("norm_topk_prob", ("experts.renormalize",), default=renormalize),
     )
 
 

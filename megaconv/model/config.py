@@ -18,7 +18,7 @@ class LayerKind:
     """What one layer of the decoder (or of the only stack) is made of."""
 
     mixer: str = "attention"
-    """What mixes tokens; `attention` is all that any family has so far."""
+    """What mixes tokens: `attention`, or `linear` (a gated delta net)."""
     mlp: str = "dense"
     """`dense`, or `experts`."""
     window: int | None = None
@@ -44,6 +44,22 @@ class Attention:
     """A factor on attention scores; None: one over the square root of head_dim."""
     score_cap: float | None = None
     """Scores are squeezed between plus and minus this by tanh; None: they aren't."""
+    output_gate: bool = False
+    """Whether a sigmoid of a further projection, as wide as q, scales what attention gives."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Of layers whose mixer is `linear`: gated delta nets (arXiv 2412.06464); all 0 in models without."""
+
+    key_heads: int = 0
+    """Of q as of k; each serves as many value heads."""
+    value_heads: int = 0
+    key_dim: int = 0
+    """Elements of one key head."""
+    value_dim: int = 0
+    conv: int = 0
+    """Positions that the convolution over q, k and v sees, the token's own included."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,7 @@ class ModelConfig:
     norm: Norm = field(default_factory=Norm)
     positions: Positions = field(default_factory=Positions)
     latent: LatentAttention = field(default_factory=LatentAttention)
+    linear: LinearAttention = field(default_factory=LinearAttention)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
     head: Head = field(default_factory=Head)
@@ -212,6 +229,18 @@ class ModelConfig:
                 f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
             )
             raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
+        self._check_linear()
+
+    def _check_linear(self) -> None:
+        linear = self.linear
+        sizes = (linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim, linear.conv)
+        if any(kind.mixer == "linear" for kind in self.layers) and (
+            not all(sizes) or linear.value_heads % linear.key_heads
+        ):
+            what = f"{linear.key_heads} key heads of {linear.key_dim}, {linear.value_heads} value heads of {linear.value_dim}"
+            raise CorruptCheckpoint(
+                f"the model's linear attention can't have {what} and a convolution over {linear.conv} positions"
+            )
 
     @property
     def layer_count(self) -> int:
@@ -274,6 +303,11 @@ SIZES: Mapping[str, Size] = {
     "q_rank": Size("latent.q_rank"),
     "rope_dim": Size("latent.rope_dim"),
     "v_dim": Size("latent.v_dim"),
+    "linear_key_heads": Size("linear.key_heads"),
+    "linear_value_heads": Size("linear.value_heads"),
+    "linear_key_dim": Size("linear.key_dim"),
+    "linear_value_dim": Size("linear.value_dim"),
+    "linear_conv": Size("linear.conv"),
 }
 """Name in shapes -> the size."""
 
@@ -304,6 +338,8 @@ FEATURES: Mapping[str, Holds] = {
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
     "two_ropes": lambda config, kind, layer: config.positions.local_theta is not None,
     "sinks": lambda config, kind, layer: config.attention.sinks,
+    "output_gate": lambda config, kind, layer: config.attention.output_gate,
+    "linear_layers": lambda config, kind, layer: any(each.mixer == "linear" for each in config.layers),
     "mlp_bias": lambda config, kind, layer: config.mlp.bias,
     "gated": lambda config, kind, layer: config.mlp.gated,
     "plain": lambda config, kind, layer: not config.mlp.gated,
@@ -328,6 +364,8 @@ FEATURES: Mapping[str, Holds] = {
     "windows": lambda config, kind, layer: config.window is not None,
     "only_windows": lambda config, kind, layer: all(each.window is not None for each in config.layers),
     # of a layer
+    "attention": lambda config, kind, layer: kind.mixer == "attention",
+    "linear": lambda config, kind, layer: kind.mixer == "linear",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: not (config.experts.count and kind.mlp == "experts"),
     "window": lambda config, kind, layer: kind.window is not None,

@@ -14,6 +14,7 @@ from megaconv.model.config import (
     Head,
     LatentAttention,
     LayerKind,
+    LinearAttention,
     ModelConfig,
     Norm,
     Positions,
@@ -26,6 +27,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "norm": Norm,
     "positions": Positions,
     "latent": LatentAttention,
+    "linear": LinearAttention,
     "experts": Experts,
     "encoder": Encoder,
     "head": Head,
@@ -55,12 +57,14 @@ STRUCTURE = (
         "attention.qk_norm",
         "attention.qk_norm_width",
         "attention.sinks",
+        "attention.output_gate",
         "experts.count",
         "experts.shared_gate",
         "experts.router_bias",
     ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+    *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
 
@@ -135,6 +139,8 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
         config.positions.local_theta == config.positions.theta and not config.positions.scaling
     ):
         without_effect.add("positions.local_theta")
+    if not config.has("linear_layers"):
+        without_effect |= {name for name in FIELDS if name.startswith("linear.")}
     if not config.experts.count:
         without_effect |= {
             "layers.mlp",

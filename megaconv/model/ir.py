@@ -65,6 +65,8 @@ class Header:
     """Rows of the source's embedding as stored, where they are more than the vocabulary."""
     has_optimizer: bool = False
     """Whether optimizer state lies beside the weights."""
+    shifts: Mapping[Key, int] = field(default_factory=dict)
+    """What the source has added to the values of a tensor; nothing to those that aren't listed. See engine/shifted.py."""
     revision: str | None = None
     """Of a source that isn't files: changes whenever its content does. None: nobody knows, and a run of it can't be resumed."""
 
@@ -85,6 +87,11 @@ class Header:
 def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:
     """The manifest of these tensors."""
     return {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+
+
+def shift_of(tensor: LazyTensor) -> int:
+    """What its source has added to the canonical values: of a lazy tensor that says so, in `shift`."""
+    return int(getattr(tensor, "shift", 0))
 
 
 def main_dtype(manifest: Mapping[Key, TensorInfo]) -> str:

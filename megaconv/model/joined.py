@@ -23,6 +23,7 @@ from megaconv.model.table import (
     RotaryPairs,
     Row,
     Separate,
+    Shifted,
     Stacked,
     StackedTransposed,
     Transposed,
@@ -94,6 +95,7 @@ def templates(row: Row, spelled: tuple[Separate, ...], rank: Rank) -> Iterator[T
                 if isinstance(spelling, RotaryPairs) and member in spelling.rotating:
                     native = _rearranged(native, pairs=rank.sizes["head_dim"])
                 native = _rearranged(native, halves=True) if isinstance(spelling, Halves) else native
+                native = native._replace(shift=spelling.by) if isinstance(spelling, Shifted) else native
                 yield Template(native, row.of_experts)
 
 

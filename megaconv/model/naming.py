@@ -4,7 +4,8 @@
 
 hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
           writes them when its option says not to keep the older form.
-core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own. Experts are modules of their own;
+core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own; `local_keys`: these under the names
+          that the others have, as distributed checkpoints call them. Experts are modules of their own;
           `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
 legacy    Megatron's models before core, their nested dictionaries flattened to names with dots.
 meta      Meta's own files and Mistral's. Llama 1 and 2 shard the embedding along another axis than the head; `rows` is
@@ -14,7 +15,7 @@ meta      Meta's own files and Mistral's. Llama 1 and 2 shard the embedding alon
 from dataclasses import dataclass
 
 KEYS = (
-    *("hf", "hf_stacked", "core", "core_local", "core_grouped", "core_legacy_grouped"),
+    *("hf", "hf_stacked", "core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped"),
     *("legacy", "meta", "meta_rows"),
 )
 """What a row may spell its tensors under. A new naming scheme is a new key here."""
@@ -46,6 +47,7 @@ HF = Naming("hf")
 HF_STACKED = Naming("hf", ("stacked",))
 CORE = Naming("core")
 CORE_LOCAL = Naming("core", ("local",))
+CORE_LOCAL_KEYS = Naming("core", ("local_keys",))
 CORE_GROUPED = Naming("core", ("grouped",))
 CORE_LEGACY_GROUPED = Naming("core", ("legacy_grouped",))
 CORE_LOCAL_LEGACY_GROUPED = Naming("core", ("legacy_grouped", "local"))

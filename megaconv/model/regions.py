@@ -60,3 +60,5 @@ class NativeTensor(NamedTuple):
     """Rows at the end that belong to no canonical tensor."""
     view: tuple[int, int] | None = None
     """The matrix that regions count rows and columns in, where it is not that of the shape."""
+    shift: int = 0
+    """What was added to the canonical elements."""

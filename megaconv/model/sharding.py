@@ -22,6 +22,8 @@ class Sharded(NamedTuple):
 SHARDED = (
     Sharded("heads", "tp"),
     Sharded("kv_heads", "tp"),
+    Sharded("linear_key_heads", "tp", when="linear"),
+    Sharded("linear_value_heads", "tp", when="linear"),
     Sharded("ffn", "tp", when="dense"),
     Sharded("shared_ffn", "tp"),
     Sharded("moe_ffn", "etp", when="moe"),
@@ -49,19 +51,26 @@ def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = Fals
         if when is None or any(config.has(when, layer) for layer in range(config.layer_count)):
             if size == "kv_heads" and layout.tp > whole[size]:
                 sizes[size] = _shared_head(
-                    whole[size], layout.tp, allowed=shares_heads and not config.has("wide_qk_norm")
+                    whole[size],
+                    layout.tp,
+                    allowed=shares_heads and not config.has("wide_qk_norm"),
+                    gated=config.attention.output_gate,
                 )
             else:
                 sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
     return sizes
 
 
-def _shared_head(kv_heads: int, tp: int, *, allowed: bool) -> int:
+def _shared_head(kv_heads: int, tp: int, *, allowed: bool, gated: bool) -> int:
     """Source: TransformerConfig.__post_init__ and Attention of megatron-core 0.16.1; 0.15.3 refuses such a model."""
     found = f"kv_heads = {kv_heads} can't be divided over {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}"
     if not allowed:
         raise LayoutError(
             f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head, and not where k is normed over all heads)"
+        )
+    if gated:  # it takes each rank its part of q, not of the gate
+        raise LayoutError(
+            f"{found} (Megatron core 0.16.1 can't share a key/value head where attention's output is gated)"
         )
     if tp % kv_heads:
         raise LayoutError(f"{found}, or a multiple of it")

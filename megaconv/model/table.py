@@ -80,6 +80,13 @@ class Halves(Separate):
 
 
 @dataclass(frozen=True)
+class Shifted(Separate):
+    """A tensor that this naming scheme stores with a number added: norms that multiply with their weight + 1, by -1."""
+
+    by: int
+
+
+@dataclass(frozen=True)
 class OtherAxis(Separate):
     """A tensor that this naming scheme's tensor parallelism shards along another axis than the row says."""
 

@@ -53,7 +53,7 @@ def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...
     return (*(row for row in copied if row not in heads), *_JOINT, *layer, *_END, *heads)
 
 
-UNCONVERTED_MTP = (r"(model\.)?mtp.*",)
+MTP_LEFT_OUT = {r"(model\.)?mtp.*": "layers for multi-token prediction"}
 """In files of architectures of which nobody has said what Megatron calls these layers' tensors."""
 
 

@@ -10,21 +10,20 @@ _BY_REASON: Mapping[str, str] = {
     "the tensors themselves show it": """
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
         export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model
-        gated_linear_unit hidden_size mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq moe_router_enable_expert_bias
-        moe_shared_expert_gate moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers num_experts num_moe_experts
-        num_unique_layers param_sharing_style qk_layernorm relative_attention_num_buckets use_grouped_gemm_for_dense_mlp
-        use_grouped_gemm_for_shared_expert use_legacy_models use_mcore_models
+        gated_linear_unit hidden_size linear_attention_freq mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq
+        moe_router_enable_expert_bias moe_shared_expert_gate moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers
+        num_experts num_moe_experts num_unique_layers param_sharing_style relative_attention_num_buckets
+        use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_legacy_models use_mcore_models
     """,
     "Megatron sets it from other arguments, or ignores it": """
         async_tensor_model_parallel_allreduce bias_activation_fusion fp4_param fp8_param moe_extended_tp
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage persist_layer_norm pipeline_dtype
     """,
-    "of sparse and linear attention: only with experimental_attention_variant or linear_attention_freq, which are refused": """
+    "of sparse attention, and of linear attention that core 0.16.1 has not: only with other values of experimental_attention_variant": """
         dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads
         dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
         dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
         experimental_attention_variant_loss_scale_func gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute gdp_num_householder
-        linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
     """,
     "of Mamba's layers: only with is_hybrid_model or a hybrid pattern, which are refused": """
         disable_mamba_mem_eff_path mamba_head_dim mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype

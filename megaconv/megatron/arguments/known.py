@@ -35,6 +35,8 @@ _READ = """
     rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int
+    attention_output_gate qk_layernorm experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function
@@ -59,6 +61,7 @@ LIMITED: Mapping[str, Limit] = {
     "position_embedding_type": Limit((None, "rope", "yarn", "learned_absolute", "relative"), "how positions enter"),
     "normalization": Limit((None, "RMSNorm", "LayerNorm"), "the kind of norm"),
     "rope_type": Limit((None, "rope", "yarn"), "how the rotations of latent attention are scaled"),
+    "experimental_attention_variant": Limit((None, "gated_delta_net"), "another attention, such as a sparse one"),
     "moe_router_score_function": Limit(
         (None, "softmax", "sigmoid"), "how a router's logits become the experts' weights", only="experts"
     ),
@@ -73,10 +76,7 @@ _CONFIGURATION: Mapping[str, Limit] = {
         (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, which no tensor shows"
     ),
     "qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
-    "attention_output_gate": Limit((None, False), "the output of attention is multiplied by a gate"),
     "mrope_section": Limit((None,), "rotary positions have three parts, for time, height and width"),
-    "experimental_attention_variant": Limit((None,), "another attention: sparse, or linear"),
-    "linear_attention_freq": Limit((None,), "some layers have linear attention"),
     "activation_func": Limit((None,), "an activation that no argument of Megatron-LM's own stands for"),
     "use_te_activation_func": Limit(
         (None, False), "Transformer Engine's gelu, which is the approximate one", only="gelu"

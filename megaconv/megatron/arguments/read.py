@@ -16,6 +16,7 @@ from megaconv.megatron.arguments.beyond_core import read_beyond_core, require_be
 from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
+from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.rope import read_scaling
 from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig, value_of
@@ -33,7 +34,7 @@ def from_arguments(
     Raises CorruptCheckpoint where args lack something that tensors can't show, UnknownFamily for a model of no known family.
     """
     given = read_fields(args, found, legacy=legacy)
-    for field, argument in _NEEDED.items():
+    for field, argument in (_NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})).items():
         if field not in given:
             _need(args, argument)
     unnamed = from_fields("", given)
@@ -80,8 +81,10 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
 _NEEDED = {
     "attention.heads": "num_attention_heads",
     "max_positions": "max_position_embeddings",
+    "mlp.ffn": "ffn_hidden_size",
 }
 """Fields without a default -> the argument that should give them."""
+_NEEDED_OF_EXPERTS = {"experts.per_token": "moe_router_topk", "experts.ffn": "ffn_hidden_size"}
 
 
 def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     given |= found
     if given.get("encoder.layers") or given.get("head.activation"):
         return given | read_encoder(args, given, legacy=legacy)
-    return given | read_latent(args)
+    return given | read_latent(args) | read_linear(args)
 
 
 def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,13 +110,19 @@ def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     given = {"attention.heads": heads}
     groups = _need(args, "num_query_groups") if getattr(args, "group_query_attention", False) else heads
     width = getattr(args, "kv_channels", None) or found["hidden"] // heads
-    return given | {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
+    given |= {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
+    # The tensors show whether there are norms of q and k, but those of a model all of whose layers are linear.
+    for name, field in (("attention_output_gate", "attention.output_gate"), ("qk_layernorm", "attention.qk_norm")):
+        if hasattr(args, name):
+            given[field] = bool(getattr(args, name))
+    return given
 
 
 _FIELDS = {
     "normalization": "norm.kind",
     "max_position_embeddings": "max_positions",
     "activation_func_clamp_value": "mlp.clamp",
+    "ffn_hidden_size": "mlp.ffn",
     "glu_linear_offset": "mlp.offset",
     "moe_router_topk": "experts.per_token",
     "moe_router_score_function": "experts.score",
@@ -187,21 +196,22 @@ def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(args: Namespace) -> dict[str, Any]:
-    _need(args, "moe_router_topk")
     given = _given(
         args, "moe_router_topk", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk",
     )  # fmt: skip
     softmax = given.get("experts.score", "softmax") == "softmax"
+    width = _first(args, "moe_ffn_hidden_size", "ffn_hidden_size")
+    if width is not None:
+        given["experts.ffn"] = width
     return given | {
-        "experts.ffn": getattr(args, "moe_ffn_hidden_size", None) or _need(args, "ffn_hidden_size"),
         "experts.shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
         "experts.renormalize": not softmax or not getattr(args, "moe_router_pre_softmax", False),
     }
 
 
 def _mlp(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
-    given = _given(args, "activation_func_clamp_value", "glu_linear_offset")
+    given = _given(args, "activation_func_clamp_value", "glu_linear_offset", "ffn_hidden_size")
     names = ("squared_relu", "quick_geglu", "swiglu", "bias_gelu_fusion", "openai_gelu")
     if any(hasattr(args, name) for name in names) or not found["mlp.gated"]:
         given["mlp.activation"] = _activation(args, gated=found["mlp.gated"])

@@ -36,6 +36,8 @@ class SizeTensors:
     token_types: str
     head_bias: str
     """Of a T5."""
+    linear: str = "self_attention.in_proj"
+    """Of a gated delta net."""
     transform: str = "lm_head.dense.weight"
     """In front of BERT's head."""
 
@@ -159,24 +161,27 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
             f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
     _require_matrices(ranks, names)
-    attention = layers[0]
+    linear = [index for index, layer in layers.items() if names.linear + ".weight" in layer]
+    attention = next((layer for index, layer in layers.items() if index not in linear), {})
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
+        "layers.mixer": per_layer(linear, sum(layout.stage_layers), "linear", "attention"),
         "hidden": first[names.embedding].shape[-1],
         "vocab": padded_rows(ranks, names),
         "tie_embeddings": _is_tied(last, layout, args, names),
         "attention.qkv_bias": names.qkv + ".bias" in attention,
         "attention.o_bias": names.o + ".bias" in attention,
         "mlp.bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
-        "attention.qk_norm": "self_attention.k_layernorm.weight" in attention,  # latent attention has q's alone
         **_find_norms(attention, first[names.embedding].shape[-1], layout.tp, args, names),
         "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
     }
-    found |= _find_mlp(layers, layout, args, names)
+    if attention:
+        found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention  # latent attention has q's alone
+    found |= _find_mlp(layers, layout, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
-    if any("norm" in name and name.endswith("bias") for name in attention):
+    if any("norm" in name and name.endswith("bias") for name in layers[0]):
         found["norm.kind"] = "LayerNorm"
     if encoder_layers:
         found |= {"encoder.layers": encoder_layers, "norm.final": names.final_norm + ".weight" in last}
@@ -210,14 +215,13 @@ def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
                 raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
 
 
-def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
-    """Of dense layers; a model that has none gives the width in its args, if at all."""
+def _find_mlp(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors) -> dict[str, Any]:
+    """Of dense layers; where there are none, nothing shows their width."""
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
     widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
     # A gated layer has two rows in its first matrix for every column of its second.
     both = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
-    return {
-        "mlp.ffn": widths[0] if widths else getattr(args, "ffn_hidden_size", None) or 0,
+    return ({"mlp.ffn": widths[0]} if widths else {}) | {
         "mlp.gated": all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in both),
     }
 

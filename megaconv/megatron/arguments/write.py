@@ -13,6 +13,7 @@ from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
+from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.model.config import ModelConfig
@@ -56,6 +57,7 @@ def to_arguments(
         _architecture(config)
         | encoder_arguments(config, transformer_impl, legacy=legacy)
         | latent_arguments(config)
+        | linear_arguments(config)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy, legacy=legacy)
         | beyond_core_arguments(config, legacy=legacy)
@@ -114,6 +116,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": config.mlp.bias,
         "add_qkv_bias": config.attention.qkv_bias,
         "qk_layernorm": config.attention.qk_norm,
+        "attention_output_gate": config.attention.output_gate,
         "softmax_type": "learnable" if config.attention.sinks else "vanilla",
         "swiglu": config.mlp.gated and config.mlp.activation == "silu",
         "quick_geglu": config.mlp.gated and config.mlp.activation == "quick_gelu",

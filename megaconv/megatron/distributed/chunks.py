@@ -33,6 +33,8 @@ class PlannedChunk:
     """What it is of its parameters: the weight, or optimizer state."""
     padding: range = range(0)
     """The chunk's own rows that belong to no canonical tensor."""
+    shift: int = 0
+    """As the native tensor's."""
 
 
 def chunks_of(
@@ -52,6 +54,7 @@ def chunks_of(
             yield PlannedChunk(
                 key, (*place, *offset), (*(1,) * len(place), *shape), dtype, width,
                 {name: regions for name, regions in parts.items() if regions or padding}, slot, padding,
+                native.shift,
             )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ A key names a tensor of the whole model. Layers of one kind are stacked, and so 
     decoder.layers.mlp.experts.experts.linear_fc1.weight       [layers, experts, ...]
     decoder.layers.3.mlp.linear_fc1.weight                     where layers differ
     decoder.layers.3.mlp.linear_fc1.weight_w, ..._v            gate and up separate (singleton_local_shards)
+    decoder.layers.3.self_attention.in_proj.weight.query ...   what gated delta nets join is always separate
 
 Local layers and Transformer Engine's give the same keys, those of the latter's names, but for the norm before experts.
 Source: sharded_state_dict() in megatron/core/transformer, core 0.4 to 0.19.
@@ -13,10 +14,13 @@ Source: sharded_state_dict() in megatron/core/transformer, core 0.4 to 0.19.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import reduce
+from math import prod
 
 from formats.chunked import ChunkedTensor, joined
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Shape
+from megaconv.model.natives import NativeTensor
 
 EXTRA_STATE = "._extra_state"
 
@@ -26,6 +30,12 @@ _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.+)")
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")
 _PREFIX = re.compile(r"((?:(?:module|model|language_model)\.)*)embedding\.word_embeddings\.weight")
+_PIECES = {
+    "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
+    "self_attention.conv1d.weight": ("query", "key", "value"),
+}
+"""Ends of names of tensors with a key for each part -> how the keys end, in the order of the rows."""
+_PIECE = re.compile(rf"(.*\.(?:{'|'.join(map(re.escape, _PIECES))}))\.\w+")
 _MOST_STACKED = 1 << 16
 """Layers, or experts of a layer: more are no model but an attempt to fill the memory."""
 _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
@@ -47,7 +57,7 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 
     Raises CorruptCheckpoint for halves of a tensor that don't fit each other.
     """
-    single = dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor))
+    single = _joined(dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor)))
     whole = {}
     for name, tensor in single.items():
         if name.endswith("_w") and f"{name[:-2]}_v" in single:
@@ -55,6 +65,32 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
         elif not (name.endswith("_v") and f"{name[:-2]}_w" in single):
             whole[name] = tensor
     return {_norm_before_experts(name, whole): tensor for name, tensor in whole.items()}
+
+
+def _joined(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+    """With the tensors whole that have a key for each part; one of which a part is missing stays in parts."""
+    whole: dict[str, ChunkedTensor] = {}
+    for name, tensor in tensors.items():
+        found = _PIECE.fullmatch(name)
+        words = next((words for end, words in _PIECES.items() if found and found[1].endswith(end)), ())
+        parts = [tensors.get(f"{found[1]}.{word}") for word in words] if found else []
+        there = [part for part in parts if part is not None]
+        if found and len(there) == len(words):
+            whole[found[1]] = reduce(joined, there)
+        else:
+            whole[name] = tensor
+    return whole
+
+
+def pieces(native: NativeTensor) -> Iterator[NativeTensor]:
+    """The tensors, each with a key of its own, that a native tensor is written as: mostly itself."""
+    words = next((words for end, words in _PIECES.items() if native.name.endswith(end)), None)
+    if words is None:
+        yield native
+        return
+    for word, (part, (region,)) in zip(words, native.parts.items(), strict=True):
+        shape = (region.box.rows // prod(native.shape[1:-1]), *native.shape[1:])
+        yield native._replace(name=f"{native.name}.{word}", parts={part: (region._replace(row=0),)}, shape=shape)
 
 
 def _single(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTensor]]:

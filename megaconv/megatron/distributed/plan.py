@@ -7,24 +7,25 @@ Source: megatron/core/dist_checkpointing and sharded_state_dict() of Megatron co
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
-from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
-from megaconv.megatron.distributed.keys import stack
+from megaconv.megatron.distributed.keys import pieces, stack
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.optimizer.training_output import output_training
 from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
-from megaconv.megatron.states.names import extra_states
+from megaconv.megatron.states.names import extra_states, is_of_linear_layer
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
-from megaconv.model.naming import CORE, CORE_LOCAL
+from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
@@ -88,16 +89,18 @@ class GlobalModel:
         config, chunks = header.config, list[PlannedChunk]()
         whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
         # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
-        naming, renamed = (CORE_LOCAL, False) if local and config.latent.kv_rank else (CORE, local)
+        naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
+        if local and config.latent.kv_rank:
+            naming, renamed = CORE_LOCAL, False
         natives = [
             native
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if native.copy is None or native.copy.written
         ]
-        stacked = not (config.experts.count and config.layers_with("dense"))
+        stacked = not (config.experts.count and config.layers_with("dense")) and not config.has("linear_layers")
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
-        for native in natives:
+        for native in chain.from_iterable(map(pieces, natives)):
             key, place = stack(native.name, layers=stacked, local=renamed)
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
@@ -121,7 +124,7 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
 def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     names = [native.name for native in natives]
     known = extra_states(names, CORE_LOCAL if local else CORE)
-    modules = [name for name in known if ".linear_" in name or not (local or "output_layer" in name)]
+    modules = [name for name in known if is_of_linear_layer(name) or not (local or "output_layer" in name)]
     if not local:
         norms = ("q_layernorm.weight", "k_layernorm.weight")
         modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]
@@ -192,6 +195,7 @@ def place(
             zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
         for name, regions in parts.items():
             if regions:
-                at = Placement(file, record, row_bytes, regions)
-                placements.setdefault(Key(name, chunk.slot), []).append(at)
+                key = Key(name, chunk.slot)
+                at = Placement(file, record, row_bytes, regions, shift=native_shift(header, chunk.shift, key))
+                placements.setdefault(key, []).append(at)
     return placements, zeros

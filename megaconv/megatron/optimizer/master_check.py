@@ -11,6 +11,7 @@ import numpy as np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.engine.rounding import rounded
 from megaconv.errors import TensorMismatch
+from megaconv.model.ir import shift_of
 
 _COMPARED_BYTES = 1 << 18
 """Of the master, at a time: so that what is made of it stays in the processor's cache."""
@@ -32,6 +33,10 @@ class CheckedMaster:
     @property
     def dtype(self) -> str:
         return self.master.dtype
+
+    @property
+    def shift(self) -> int:
+        return shift_of(self.master)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         self.master.read_into(box, out)

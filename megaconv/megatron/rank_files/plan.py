@@ -12,7 +12,7 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, Shape, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement, native_dtype
+from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
@@ -324,7 +324,9 @@ class _Planner:
             if native.padding_rows and self.options.vocab_padding == "repeat":
                 last = self.header.config.vocab - 1
                 regions = (*regions, Region(Box(last, last + 1, 0, cols), filled, repeat=native.padding_rows))
-            place = Placement(file, piece.record, row_bytes, regions, offset)
-            placements.setdefault(Key(name, piece.slot), []).append(place)
+            key = Key(name, piece.slot)
+            shift = native_shift(self.header, native.shift, key)
+            place = Placement(file, piece.record, row_bytes, regions, offset, shift)
+            placements.setdefault(key, []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
             zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))

@@ -41,7 +41,7 @@ from megaconv.model.ceilings import ITERATION, VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
-from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype, shift_of
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import LEGACY, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
@@ -160,6 +160,7 @@ def open_model(
         source=spellings.description,
         padded_vocab=padded,
         has_optimizer=training.optimizer is not None,
+        shifts={key: shift for key, tensor in tensors.items() if (shift := shift_of(tensor))},
     )
     return OpenedSource(header, {} if options.metadata_only else tensors)
 

@@ -29,7 +29,7 @@ def core_order(rows: tuple[Row, ...], naming: Naming) -> ModuleOrder:
 
 def naming_of(names: Collection[str]) -> Naming:
     """Whose layers a core model is built of, and how its experts are stored."""
-    fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")
+    fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight", "in_proj.layer_norm_weight")
     impl = "transformer_engine" if any(name.endswith(fused) for name in names) else "local"
     experts = ""
     if any(name.endswith(".experts.weight1") for name in names):
@@ -52,10 +52,15 @@ _NORMS = tuple(
     f"{name}.weight"
     for name in (
         *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm"),
-        *("enorm", "hnorm"),
+        *("enorm", "hnorm", "out_norm"),
     )
 )
 """Norms that are modules of their own among Transformer Engine's too."""
+
+
+def is_of_linear_layer(name: str) -> bool:
+    """Whether it lies in a linear layer of Megatron's, column or row parallel."""
+    return any(word in name for word in (".linear_", ".eh_proj.", ".in_proj.", ".out_proj."))
 
 
 def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[str, bool]:
@@ -64,8 +69,8 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
     naming: the names' own; None where they tell it.
     """
     engine = "local" not in (naming or naming_of(names)).variants
-    linear = (name.rpartition(".")[0] for name in names if not name.endswith(_POST_NORM))
-    modules = dict.fromkeys(module for module in linear if ".linear_" in module or module.endswith(".eh_proj"))
+    linear = (name for name in names if is_of_linear_layer(name) and not name.endswith(_POST_NORM))
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in linear)
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:
         attention = [module for module in modules if module.endswith("linear_proj")]

@@ -1,0 +1,139 @@
+"""What hybrids of gated attention and gated delta nets share: Qwen3-Next, Qwen 3.5 and those that follow them.
+
+    layers.{l}.linear.{q|k|v|z|b|a}   projections of a gated delta net: q, k and v pass a convolution, z gates the output, b is
+                                      how much is written (sigmoid), a, with A_log and dt_bias, how much is forgotten
+    layers.{l}.attn.gate              of attention: as wide as q, its sigmoid scales what attention gives
+
+Each of the six is sharded for itself, by its heads. All norms multiply with their weight + 1, but `out_norm`, which Transformer
+Engine's layers give that habit too, so that they store its weight less 1. Source: modeling_qwen3_next.py and
+modeling_qwen3_5.py of transformers 5; gated_delta_net.py and attention.py of megatron-core 0.16.1.
+"""
+
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.families.llama import ATTENTION
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys, partial_rotation
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size, size
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
+from megaconv.model.table import Fused, Row, Separate, Shifted, Spelling
+
+_HF = "model.layers.{l}."
+_CORE = "decoder.layers.{l}.self_attention."
+_Q, _KV, _LINEAR_K, _LINEAR_V = (
+    "heads*head_dim", "kv_heads*head_dim", "linear_key_heads*linear_key_dim", "linear_value_heads*linear_value_dim"
+)  # fmt: skip
+
+_GATED_QKV = Row(
+    "layers.{l}.attn.{q|gate|k|v}.weight", (f"{_Q} hidden", f"{_Q} hidden", f"{_KV} hidden", f"{_KV} hidden"), tp=0,
+    when="attention",
+    hf=(Fused(_HF + "self_attn.q_proj.weight", groups="heads", members=(0, 1)), Separate(_HF + "self_attn.{k|v}_proj.weight")),
+    core=Fused(_CORE + "linear_qkv.weight", groups="kv_heads"),
+)  # fmt: skip
+
+
+def _of_attention(row: Row) -> Row:
+    """The row of a model all of whose layers have attention, in one where some have."""
+    kept = row.without("legacy", "meta")
+    when = f"attention {row.when or ''}".strip()
+    return Row(row.canonical, row.shapes, names=kept.names, tp=row.tp, when=when)
+
+
+GATED_ATTENTION = tuple(
+    _GATED_QKV if row.canonical.endswith("{q|k|v}.weight") else _of_attention(row)
+    for row in ATTENTION
+    if not row.canonical.endswith(".bias")
+)
+
+
+def linear_rows(projections: Spelling) -> tuple[Row, ...]:
+    """Of a gated delta net. projections: Hugging Face's spelling of q, k, v, z, b and a."""
+    return (
+        Row("layers.{l}.input_norm.weight", ("hidden",), when="linear",
+            hf=_HF + "input_layernorm.weight",
+            core=_CORE + "in_proj.layer_norm_weight",
+            core_local="decoder.layers.{l}.input_layernorm.weight"),
+        Row("layers.{l}.linear.{q|k|v|z|b|a}.weight",
+            (f"{_LINEAR_K} hidden", f"{_LINEAR_K} hidden", f"{_LINEAR_V} hidden", f"{_LINEAR_V} hidden",
+             "linear_value_heads hidden", "linear_value_heads hidden"), tp=0, when="linear",
+            hf=projections,
+            core=Fused(_CORE + "in_proj.weight")),
+        Row("layers.{l}.linear.conv.{q|k|v}.weight",
+            (f"{_LINEAR_K} 1 linear_conv", f"{_LINEAR_K} 1 linear_conv", f"{_LINEAR_V} 1 linear_conv"), tp=0, when="linear",
+            hf=Fused(_HF + "linear_attn.conv1d.weight"),
+            core=Fused(_CORE + "conv1d.weight")),
+        Row("layers.{l}.linear.{dt_bias|A_log}", ("linear_value_heads", "linear_value_heads"), tp=0, when="linear",
+            hf=_HF + "linear_attn.{dt_bias|A_log}",
+            core=_CORE + "{dt_bias|A_log}"),
+        Row("layers.{l}.linear.out_norm.weight", ("linear_value_dim",), when="linear",
+            hf=_HF + "linear_attn.norm.weight",
+            core=Shifted(_CORE + "out_norm.weight", by=-1),
+            core_local=_CORE + "out_norm.weight",
+            core_local_keys=_CORE + "out_norm.weight"),
+        Row("layers.{l}.linear.o.weight", (f"hidden {_LINEAR_V}",), tp=1, when="linear",
+            hf=_HF + "linear_attn.out_proj.weight",
+            core=_CORE + "out_proj.weight"),
+    )  # fmt: skip
+
+
+GROUPED_PROJECTIONS: Spelling = (
+    Fused(_HF + "linear_attn.in_proj_qkvz.weight", groups="linear_key_heads", members=(0, 1, 2, 3)),
+    Fused(_HF + "linear_attn.in_proj_ba.weight", groups="linear_key_heads", members=(4, 5)),
+)
+"""Qwen3-Next's: each key head's rows and those of the value heads that it serves lie together."""
+PROJECTIONS: Spelling = (
+    Fused(_HF + "linear_attn.in_proj_qkv.weight", members=(0, 1, 2)),
+    Separate(_HF + "linear_attn.in_proj_{z|b|a}.weight"),
+)
+"""Qwen 3.5's."""
+
+_KINDS = {"linear_attention": "linear", "full_attention": "attention"}
+
+
+def _read_mixers(raw: Raw) -> Fields:
+    layers, interval = need_size(raw, "num_hidden_layers"), need_size(raw, "full_attention_interval", 4)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        full = [layer for layer in range(layers) if (layer + 1) % interval == 0]
+        return {"layers.mixer": per_layer(full, layers, "attention", "linear")}
+    others = [kind for kind in kinds if kind not in _KINDS]
+    if others:
+        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which this architecture doesn't support")
+    if len(kinds) != layers:
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {len(kinds)} layers, the model has {layers}")
+    return {"layers.mixer": tuple(_KINDS[kind] for kind in kinds)}
+
+
+def _write_mixers(config: ModelConfig) -> Raw:
+    words = {mixer: kind for kind, mixer in _KINDS.items()}
+    others = [kind.mixer for kind in config.layers if kind.mixer not in words]
+    if others:
+        raise NotExpressible(f"the model's layers.mixer has {others[0]!r}, which layer_types can't represent")
+    return {"layer_types": [words[kind.mixer] for kind in config.layers]}
+
+
+def hybrid_keys(*, kv_heads: int) -> tuple[Keys, ...]:
+    """kv_heads: where the key is missing, as all numbers here."""
+    return (
+        *decoder_keys(positions=32768, kv_heads=kv_heads, head_dim=256, partial=partial_rotation(0.25)),
+        Keys(("layer_types", "full_attention_interval"), _read_mixers, _write_mixers),
+        size("linear_num_key_heads", "linear.key_heads", 16),
+        size("linear_num_value_heads", "linear.value_heads", 32),
+        size("linear_key_head_dim", "linear.key_dim", 128),
+        size("linear_value_head_dim", "linear.value_dim", 128),
+        size("linear_conv_kernel_dim", "linear.conv", 4),
+    )
+
+
+HYBRID: dict[str, Any] = LLAMA_LIKE | {
+    "norm.zero_centered": True,
+    "attention.qk_norm": True,
+    "attention.output_gate": True,
+}
+"""What all of them have."""
+HYBRID_ONLY: Raw = {"hidden_act": "silu", "attention_bias": False}
+HYBRID_FEATURES = ("zero_centered", "qk_norm", "output_gate")
+RECOGNIZED = (
+    "rope !norm_bias silu gated pre_norm zero_centered qk_norm output_gate !sinks !clamped !mla !encoder !transform"
+)

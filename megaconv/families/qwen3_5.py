@@ -1,0 +1,24 @@
+"""Qwen 3.5, text alone, dense: Qwen3-Next's mixers with projections of their own, and plain MLPs."""
+
+from megaconv.families import Family
+from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.parts.delta_net import (
+    GATED_ATTENTION,
+    HYBRID,
+    HYBRID_FEATURES,
+    HYBRID_ONLY,
+    PROJECTIONS,
+    RECOGNIZED,
+    hybrid_keys,
+    linear_rows,
+)
+from megaconv.families.parts.mtp import MTP_LEFT_OUT
+
+MIXERS = (EMBEDDING, *GATED_ATTENTION, *linear_rows(PROJECTIONS))
+_ROWS = (*MIXERS, *MLP, *HEAD)
+
+FAMILY = Family(
+    "qwen3_5", ("Qwen3_5ForCausalLM",), "qwen3_5_text", tuple(row.without("legacy", "meta") for row in _ROWS),
+    keys=hybrid_keys(kv_heads=4), fixed=HYBRID, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT,
+    features=HYBRID_FEATURES, recognized=f"{RECOGNIZED} !mixture",
+)  # fmt: skip

@@ -1,0 +1,30 @@
+"""Qwen 3.5 MoE, text alone: Qwen 3.5's mixers, and Qwen3-Next's experts in every layer.
+
+Megatron's arguments don't distinguish it from a Qwen3-Next.
+"""
+
+from megaconv.families import Family
+from megaconv.families.llama import HEAD, IGNORED
+from megaconv.families.parts.delta_net import HYBRID, HYBRID_FEATURES, HYBRID_ONLY, hybrid_keys
+from megaconv.families.parts.keys import follows, need_size, size
+from megaconv.families.parts.mtp import MTP_LEFT_OUT
+from megaconv.families.qwen3_5 import MIXERS
+from megaconv.families.qwen3_next import EXPERTS
+
+_WIDTH = 512
+_KEYS = (
+    *(declared for declared in hybrid_keys(kv_heads=2) if declared.names != ("intermediate_size",)),
+    size("num_experts", "experts.count", 256),
+    size("num_experts_per_tok", "experts.per_token", 8),
+    size("moe_intermediate_size", "experts.ffn", _WIDTH),
+    follows("mlp.ffn", lambda raw: need_size(raw, "moe_intermediate_size", _WIDTH)),
+    size("shared_expert_intermediate_size", "experts.shared_ffn", 512),
+)
+_ALL_EXPERTS = {"layers.mlp": "experts", "experts.shared_gate": True, "experts.renormalize": True}
+
+FAMILY = Family(
+    "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), "qwen3_5_moe_text",
+    tuple(row.without("legacy", "meta") for row in (*MIXERS, *EXPERTS, *HEAD)),
+    keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT, features=HYBRID_FEATURES,
+    recognized=None,
+)  # fmt: skip

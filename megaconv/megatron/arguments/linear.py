@@ -1,0 +1,42 @@
+"""Megatron's arguments of linear attention, from and to our configuration.
+
+    experimental_attention_variant        `gated_delta_net`, the one kind of linear attention that there is
+    linear_attention_freq                 1 for each layer that has it, 0 for the others; a checkpoint's tensors show it
+    linear_num_key_heads, linear_key_head_dim, linear_num_value_heads, linear_value_head_dim, linear_conv_kernel_dim
+
+Source: TransformerConfig and gated_delta_net.py of megatron-core 0.16.1.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from megaconv.model.config import ModelConfig, value_of
+
+_SIZES = {
+    "linear_num_key_heads": "linear.key_heads",
+    "linear_num_value_heads": "linear.value_heads",
+    "linear_key_head_dim": "linear.key_dim",
+    "linear_value_head_dim": "linear.value_dim",
+    "linear_conv_kernel_dim": "linear.conv",
+}
+
+
+def linear_arguments(config: ModelConfig) -> dict[str, Any]:
+    """All arguments of linear attention; none for models without."""
+    if not config.has("linear_layers"):
+        return {}
+    sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
+    return sizes | {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(kind.mixer == "linear") for kind in config.layers],
+        # Distributed checkpoints of layers that differ are not stacked; core knows that of itself for experts alone.
+        "hetereogenous_dist_checkpoint": True,
+    }
+
+
+def read_linear(args: Namespace) -> dict[str, Any]:
+    """As fields of the configuration; none for any other attention."""
+    if getattr(args, "experimental_attention_variant", None) is None:
+        return {}
+    found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
+    return {field: value for field, value in found.items() if value is not None}
