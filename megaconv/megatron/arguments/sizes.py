@@ -203,7 +203,8 @@ def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: Si
         return found  # on a rank that has one head, its norm is as wide as all heads' share there
     head_dim = getattr(args, "kv_channels", None) or hidden // heads
     width = layer["self_attention.q_layernorm.weight"].shape[0]
-    return found | {"attention.qk_norm_width": "head" if width == head_dim else "all"}
+    over_all = width == heads * head_dim // tp and width != head_dim
+    return found | {"attention.qk_norm_width": "all" if over_all else "head"}
 
 
 def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
