@@ -18,7 +18,7 @@ import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.engine.conversion import fingerprint
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UsageError
-from megaconv.families import families
+from megaconv.families import REFUSED, families
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
@@ -581,3 +581,19 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     for name, family in families().items():
         expected = ("custom module" if name in custom else "megatron-core") if name in computed else "names"
         assert family.proven == expected, name
+
+
+# Names of transformers' classes, but for those that only files on the Hub have.
+ON_THE_HUB = ("MPTForCausalLM", "PhiMoEForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_an_architecture_that_can_not_be_converted_is_refused_with_its_reason(
+    architecture: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    assert architecture in ON_THE_HUB or hasattr(transformers, architecture)
+    hf = write_llama(tmp_path / "hf", extra_config={"architectures": [architecture]})
+    outcome = run("convert", "--load-dir", hf, "--saver", "core", "--save-dir", tmp_path / "out")
+    assert_refused(outcome, 3, REFUSED[architecture])

@@ -95,6 +95,32 @@ REFUSED = {
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
         "Llama 4 scales queries by their position, for which Megatron core has no layer",
     ),
+    **dict.fromkeys(
+        (
+            *("GPTNeoXForCausalLM", "GPTJForCausalLM", "PhiForCausalLM", "FalconForCausalLM", "CodeGenForCausalLM"),
+            *("CohereForCausalLM", "Cohere2ForCausalLM"),
+        ),
+        "its attention and its MLP work side by side on the same input, for which Megatron core has no layer",
+    ),
+    **dict.fromkeys(
+        ("BloomForCausalLM", "MptForCausalLM", "MPTForCausalLM"),
+        "it knows positions by ALiBi, biases on attention scores that Megatron core doesn't have",
+    ),
+    **dict.fromkeys(
+        ("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
+        "it multiplies what each layer adds by a number of its own, for which Megatron core has no place",
+    ),
+    **dict.fromkeys(
+        ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        "its router chooses experts by sparsemixer, which Megatron core doesn't have",
+    ),
+    "ApertusForCausalLM": "its activation (xIELU) has numbers that are learned, for which Megatron core has no module",
+    "LongcatFlashForCausalLM": "its layers have two attentions, two MLPs and experts that compute nothing, for which Megatron core "
+    "has no layer",
+    **dict.fromkeys(
+        ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
+        "it norms q and k after they rotate, Megatron core before",
+    ),
 }
 """Known architectures without a family, with the reason."""
 
