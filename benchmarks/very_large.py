@@ -161,7 +161,7 @@ def measure(arguments: list[str]) -> Measured:
     while waiting.is_alive():
         with suppress(OSError):
             status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")))
+            peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))])
         waiting.join(0.02)
     [(seconds, process.returncode, usage)] = ended
     return Measured(seconds, usage.ru_utime + usage.ru_stime, peak / 1000, process.returncode)
