@@ -65,7 +65,8 @@ class Engine:
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
                 self.chunks.append(ModelChunk(plan, chunk))
-            self.infos.append(list(parameter_infos(plan, grid, index, chunk)))
+            infos = parameter_infos(config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
+            self.infos.append(list(infos))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megaconv.errors import LayoutError
-from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.sharding import rank_sizes
-from megatron_lite.options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -67,43 +64,6 @@ class Grid:
         for group in {getattr(self, item.name) for item in fields(self) if item.name.endswith("_group")}:
             if group is not None and group is not self.world_group:
                 dist.destroy_process_group(group)
-
-
-def check_sizes(
-    config: ModelConfig, layout: Layout, world: int, options: ModelOptions, sequence: int, microbatches: int
-) -> int:
-    """The data-parallel size. Raises LayoutError, with the arithmetic, for what can't be run; makes no group.
-
-    sequence: tokens of one sequence. microbatches: per data-parallel rank and step.
-    """
-    tp, pp, vpp = layout.tp, layout.pp, layout.vpp
-    if world % (tp * pp):
-        raise LayoutError(
-            f"{world} processes can't be divided over tp x pp = {tp} x {pp} = {tp * pp}; start a multiple of {tp * pp}"
-        )
-    if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
-        stages = "+".join(map(str, layout.stage_layers))
-        raise LayoutError(
-            f"stages of {stages} layers don't make {config.layer_count} layers in pp x vpp = {pp} x {vpp} stages"
-        )
-    rank_sizes(config, layout)
-    if layout.ep > 1:
-        raise LayoutError(f"expert parallel size is {layout.ep}, but mixtures of experts can't be trained yet")
-    if options.sequence_parallel and sequence % tp:
-        raise LayoutError(
-            f"sequence parallelism shards {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
-        )
-    if config.positions.kind == "learned" and sequence > config.max_positions:
-        raise LayoutError(
-            f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
-        )
-    if vpp > 1 and microbatches % pp:
-        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
-        use = f"{below} or {above}" if below else str(above)
-        raise LayoutError(
-            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
-        )
-    return world // (tp * pp)
 
 
 def make_grid(layout: Layout, dp: int, device: torch.device) -> Grid:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from megaconv.families import family
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, native_tensors
 from megatron_lite.grid import Grid
-from megatron_lite.model import Plan
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class ParameterInfo:
         return len(self.native.shape) > 1
 
 
-def parameter_infos(plan: Plan, grid: Grid, index: int, chunk: Chunk) -> Iterator[ParameterInfo]:
-    """All parameters of a chunk, in the order of the family's table; index: of the chunk on this rank."""
-    config = plan.config
-    natives = native_tensors(
-        family(config.family).rows, config, CORE, grid.layout, grid.tp_rank, chunk, plan.vocab_rows
-    )
+def parameter_infos(
+    config: ModelConfig, grid: Grid, index: int, chunk: Chunk, vocab_rows: int, *, sequence: bool
+) -> Iterator[ParameterInfo]:
+    """All parameters of a chunk, in the order of the family's table.
+
+    index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding included. sequence: with sequence parallelism.
+    """
+    natives = native_tensors(family(config.family).rows, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows)
     for native in natives:
         if native.copy is not None and not native.copy.written:
             continue
@@ -53,7 +55,7 @@ def parameter_infos(plan: Plan, grid: Grid, index: int, chunk: Chunk) -> Iterato
             index,
             native,
             replicated=native.replicated,
-            partial=native.replicated and grid.layout.tp > 1 and (plan.ranks.sequence or of_heads),
+            partial=native.replicated and grid.layout.tp > 1 and (sequence or of_heads),
             tied=config.tie_embeddings and grid.layout.pp > 1 and (is_embedding or native.copy is not None),
             is_copy=native.copy is not None,
         )

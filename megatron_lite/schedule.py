@@ -1,7 +1,7 @@
-"""What changes while a run goes on: learning rate, weight decay and batch size, as functions of the samples seen.
+"""What changes while a run goes on: learning rate and weight decay, as functions of the samples seen.
 
-Formulas and conventions are Megatron-LM's (megatron/core/optimizer_param_scheduler.py, num_microbatches_calculator.py): a
-step is made with the values at the samples that came before it, and a step that was skipped doesn't count.
+Formulas and conventions are Megatron-LM's (megatron/core/optimizer_param_scheduler.py): a step is made with the values at the samples
+that came before it, and a step that was skipped doesn't count.
 """
 
 from dataclasses import dataclass
@@ -68,44 +68,6 @@ class WeightDecay:
         return self.start + (self.end - self.start) * (
             part if self.style == "linear" else 0.5 * (cos(pi * (1.0 - part)) + 1.0)
         )
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """Sequences of a step: grows from `start` by `increment`s over `samples`, to `full`."""
-
-    full: int
-    start: int
-    increment: int = 0
-    samples: int = 0
-
-    def at(self, samples: int) -> int:
-        if self.start == self.full or samples > self.samples:
-            return self.full
-        each = self.samples / ((self.full - self.start) // self.increment)
-        return min(self.full, self.start + int(samples / each) * self.increment)
-
-    def sizes(self) -> list[int]:
-        """Every size that a run will have."""
-        return [*range(self.start, self.full, self.increment), self.full] if self.increment else [self.full]
-
-
-def batch_size(training: Training, dp: int) -> BatchSize:
-    """Raises UsageError for a ramp that doesn't arrive at the global batch size."""
-    full = training.global_batch_size or training.micro_batch_size * dp
-    if training.rampup_batch_size is None:
-        return BatchSize(full, full)
-    if len(training.rampup_batch_size) != 3:
-        raise UsageError("--rampup-batch-size takes three numbers: START INCREMENT SAMPLES")
-    start, increment, samples = training.rampup_batch_size
-    if start < 1 or increment < 1 or samples < 1 or start >= full or (full - start) % increment:
-        raise UsageError(
-            f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {full - start} "
-            f"has to be a positive multiple of {increment}"
-        )
-    if training.train_samples is None:
-        raise UsageError("--rampup-batch-size counts in samples: give --train-samples in place of --train-iters")
-    return BatchSize(full, start, increment, samples)
 
 
 def learning_rate(optimizer: Optimizer, training: Training, batch: int) -> LearningRate:

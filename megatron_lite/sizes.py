@@ -5,10 +5,29 @@ from dataclasses import dataclass
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megatron_lite.config import Parallel, Settings
-from megatron_lite.grid import check_sizes
+from megaconv.model.sharding import rank_sizes
+from megatron_lite.config import Parallel, Settings, Training
 from megatron_lite.options import ModelOptions
-from megatron_lite.schedule import BatchSize, batch_size
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Sequences of a step, as Megatron-LM ramps them up: grows from `start` by `increment`s over `samples`, to `full`."""
+
+    full: int
+    start: int
+    increment: int = 0
+    samples: int = 0
+
+    def at(self, samples: int) -> int:
+        if self.start == self.full or samples > self.samples:
+            return self.full
+        each = self.samples / ((self.full - self.start) // self.increment)
+        return min(self.full, self.start + int(samples / each) * self.increment)
+
+    def sizes(self) -> list[int]:
+        """Every size that a run will have."""
+        return [*range(self.start, self.full, self.increment), self.full] if self.increment else [self.full]
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,61 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
             )
         check_sizes(config, layout, world, options, seq, size // (micro * dp))
     return Sizes(layout, dp, batch, micro, seq)
+
+
+def batch_size(training: Training, dp: int) -> BatchSize:
+    """Raises UsageError for a ramp that doesn't arrive at the global batch size."""
+    full = training.global_batch_size or training.micro_batch_size * dp
+    if training.rampup_batch_size is None:
+        return BatchSize(full, full)
+    if len(training.rampup_batch_size) != 3:
+        raise UsageError("--rampup-batch-size takes three numbers: START INCREMENT SAMPLES")
+    start, increment, samples = training.rampup_batch_size
+    if start < 1 or increment < 1 or samples < 1 or start >= full or (full - start) % increment:
+        raise UsageError(
+            f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {full - start} "
+            f"has to be a positive multiple of {increment}"
+        )
+    if training.train_samples is None:
+        raise UsageError("--rampup-batch-size counts in samples: give --train-samples in place of --train-iters")
+    return BatchSize(full, start, increment, samples)
+
+
+def check_sizes(
+    config: ModelConfig, layout: Layout, world: int, options: ModelOptions, sequence: int, microbatches: int
+) -> int:
+    """The data-parallel size. Raises LayoutError, with the arithmetic, for what can't be run; makes no group.
+
+    sequence: tokens of one sequence. microbatches: per data-parallel rank and step.
+    """
+    tp, pp, vpp = layout.tp, layout.pp, layout.vpp
+    if world % (tp * pp):
+        raise LayoutError(
+            f"{world} processes can't be divided over tp x pp = {tp} x {pp} = {tp * pp}; start a multiple of {tp * pp}"
+        )
+    if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
+        stages = "+".join(map(str, layout.stage_layers))
+        raise LayoutError(
+            f"stages of {stages} layers don't make {config.layer_count} layers in pp x vpp = {pp} x {vpp} stages"
+        )
+    rank_sizes(config, layout)
+    if layout.ep > 1:
+        raise LayoutError(f"expert parallel size is {layout.ep}, but mixtures of experts can't be trained yet")
+    if options.sequence_parallel and sequence % tp:
+        raise LayoutError(
+            f"sequence parallelism shards {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
+        )
+    if config.positions.kind == "learned" and sequence > config.max_positions:
+        raise LayoutError(
+            f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
+        )
+    if vpp > 1 and microbatches % pp:
+        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
+        use = f"{below} or {above}" if below else str(above)
+        raise LayoutError(
+            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
+        )
+    return world // (tp * pp)
 
 
 def _layout(parallel: Parallel, config: ModelConfig) -> Layout:

@@ -4,7 +4,8 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.config import Optimizer, Training
-from megatron_lite.schedule import batch_size, learning_rate, weight_decay
+from megatron_lite.schedule import learning_rate, weight_decay
+from megatron_lite.sizes import batch_size
 
 pytestmark = pytest.mark.oracle
 

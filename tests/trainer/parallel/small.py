@@ -11,8 +11,9 @@ from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine, StepReport
-from megatron_lite.grid import check_sizes, make_grid
+from megatron_lite.grid import make_grid
 from megatron_lite.options import ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.sizes import check_sizes
 from megatron_lite.weights import init_weights
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4

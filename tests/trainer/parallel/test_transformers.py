@@ -14,9 +14,10 @@ from megaconv.model.naming import CORE, HF
 from megaconv.model.natives import native_tensors
 from megatron_lite.batch import Microbatch
 from megatron_lite.engine import Engine
-from megatron_lite.grid import check_sizes, make_grid
+from megatron_lite.grid import make_grid
 from megatron_lite.model import TRAINED
 from megatron_lite.options import ModelOptions, OptimizerOptions
+from megatron_lite.sizes import check_sizes
 from megatron_lite.weights import load_weights
 from tests.trainer.parallel.worlds import World
 from tests.transformers_oracle import VARIANTS, VOCAB, create, load
