@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megaconv.errors import CheckpointError
 from megaconv.terminal import show
-from megatron_lite.arguments import DESCRIPTIONS, parse
+from megatron_lite.settings.arguments import DESCRIPTIONS, parse
 
 USAGE = """usage: megatron_lite COMMAND [FLAGS]
 
@@ -45,7 +45,7 @@ def _train(command: str, words: list[str]) -> None:
         _refuse(str(error), error.exit_status)
     if ignored and _is_first():
         print(f"without effect here: {', '.join(ignored)}", file=sys.stderr)
-    from megatron_lite.session import run
+    from megatron_lite.loop.session import run
 
     run(settings, finetune=command == "finetune")
 

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
-from megatron_lite import comm, rng
-from megatron_lite.batch import Microbatch
-from megatron_lite.buckets import ChunkBuckets
-from megatron_lite.clip import clip_factor, squares, sum_shares
-from megatron_lite.grid import Grid
-from megatron_lite.model import ModelChunk, make_plan
-from megatron_lite.options import ModelOptions, OptimizerOptions
-from megatron_lite.parameters import ParameterInfo, parameter_infos
-from megatron_lite.pipeline import Action, Executor, forward_order, last_backward, order
-from megatron_lite.precision import LossScaler
-from megatron_lite.tensor import TensorGroup
-from megatron_lite.zero import Optimizer
+from megatron_lite.models import rng
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.model import ModelChunk, make_plan
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.buckets import ChunkBuckets
+from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
+from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
+from megatron_lite.parallel.precision import LossScaler
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.parallel.zero import Optimizer
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 
 @dataclass(frozen=True)

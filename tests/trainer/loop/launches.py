@@ -26,7 +26,7 @@ LLAMA = (
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
 
 _context: Any = get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.session", "megatron_lite.cli"])
+_context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"])
 
 
 @dataclass

@@ -9,12 +9,12 @@ import torch
 
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
-from megatron_lite.grid import make_grid
-from megatron_lite.options import ModelOptions, OptimizerOptions, Recompute
-from megatron_lite.sizes import check_sizes
-from megatron_lite.weights import init_weights
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.sizes import check_sizes
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
 """Tokens of a sequence, sequences of a microbatch, microbatches of a step over all data-parallel ranks."""

@@ -13,13 +13,13 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
-from megatron_lite.grid import Grid, make_grid
-from megatron_lite.model import TRAINED, ModelChunk, make_plan
-from megatron_lite.options import ModelOptions
-from megatron_lite.parameters import parameter_infos
-from megatron_lite.rotary import Rotary
-from megatron_lite.sizes import check_sizes
-from megatron_lite.tensor import TensorGroup
+from megatron_lite.models.model import TRAINED, ModelChunk, make_plan
+from megatron_lite.models.rotary import Rotary
+from megatron_lite.parallel.grid import Grid, make_grid
+from megatron_lite.parallel.parameters import parameter_infos
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
 
 DENSE = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")

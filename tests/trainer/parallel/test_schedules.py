@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_lite.pipeline import Action, edge, forward_order, last_backward, order
+from megatron_lite.parallel.pipeline import Action, edge, forward_order, last_backward, order
 
 
 def simulate(orders: Sequence[Sequence[Action]], vpp: int) -> Iterator[tuple[int, Action]]:

@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
-from megatron_lite.attention import Documents, attend, window_mask
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.rng import mix
-from megatron_lite.weights import RandomTensor, init_weights, load_weights
+from megatron_lite.models.attention import Documents, attend, window_mask
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.rng import mix
 from tests.trainer.parallel.small import (
     BLOCK,
     FULL,
