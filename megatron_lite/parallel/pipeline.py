@@ -4,7 +4,7 @@ Stage s of the model is chunk s // pp on pipeline rank s % pp. Sources of the or
 (arXiv:2006.09503), interleaving from Megatron-LM (arXiv:2104.04473).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import Work
 
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.grid import Channel, Grid
 
 
 class Action(NamedTuple):
@@ -66,8 +66,37 @@ def edge(action: Action, pp: int, vpp: int, pp_rank: int, *, outgoing: bool) -> 
     return Edge(other % pp, tag, boundary % pp == pp - 1)
 
 
+class Operation(NamedTuple):
+    """One of the things that a rank does in a step."""
+
+    kind: str
+    """`post` (ask for a message), `wait` (for it), `compute`, `send`."""
+    action: Action
+    edge: Edge | None = None
+    """Of a message; None to compute."""
+
+
+def program(actions: Sequence[Action], pp: int, vpp: int, pp_rank: int) -> Iterator[Operation]:
+    """Everything that a rank does, one after the other.
+
+    The next message is asked for before the present pass is computed, so that it can arrive meanwhile.
+    """
+    incoming = [edge(action, pp, vpp, pp_rank, outgoing=False) for action in actions]
+    for here, action in enumerate(actions):
+        if here == 0 and incoming[here] is not None:
+            yield Operation("post", action, incoming[here])
+        if incoming[here] is not None:
+            yield Operation("wait", action, incoming[here])
+        if here + 1 < len(actions) and incoming[here + 1] is not None:
+            yield Operation("post", actions[here + 1], incoming[here + 1])
+        yield Operation("compute", action)
+        outgoing = edge(action, pp, vpp, pp_rank, outgoing=True)
+        if outgoing is not None:
+            yield Operation("send", action, outgoing)
+
+
 class Executor:
-    """Walks through an order: receives, computes, sends, and keeps what the backward passes need."""
+    """Walks through a program: receives, computes, sends, and keeps what the backward passes need."""
 
     def __init__(
         self, grid: Grid, forward: Callable[[Action, Tensor | None], Tensor], shape: tuple[int, ...], dtype: torch.dtype
@@ -82,18 +111,25 @@ class Executor:
         self._sent: list[tuple[Work, Tensor]] = []
 
     def run(self, actions: Sequence[Action], before_backward: Callable[[Action], None] = lambda _: None) -> None:
-        """The next message is asked for before the present pass is computed, so that it can arrive meanwhile."""
-        expected = self._post(actions[0])
-        for here, action in enumerate(actions):
-            received = self._arrived(expected)
-            expected = self._post(actions[here + 1]) if here + 1 < len(actions) else None
-            if action.backward:
-                before_backward(action)
-                made = self._go_backward(action, received)
-            else:
-                made = self._go_forward(action, received)
-            if made is not None:
-                self._send(action, made)
+        layout = self._grid.layout
+        posted: dict[Action, tuple[Work, Tensor]] = {}
+        received: Tensor | None = None
+        made: Tensor | None = None
+        for kind, action, at in program(actions, layout.pp, layout.vpp, self._grid.pp_rank):
+            if kind == "compute":
+                if action.backward:
+                    before_backward(action)
+                made = (self._go_backward if action.backward else self._go_forward)(action, received)
+                received = None
+                continue
+            assert at is not None, "messages have an edge"
+            if kind == "post":
+                posted[action] = self._post(action, at)
+            elif kind == "wait":
+                work, received = posted.pop(action)
+                work.wait()
+            elif made is not None:
+                self._send(action, at, made)
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -114,37 +150,23 @@ class Executor:
         torch.autograd.backward((y,), (gradient,))
         return None if x is None else x.grad
 
-    def _post(self, action: Action) -> tuple[Work, Tensor] | None:
-        at = self._edge(action, outgoing=False)
-        if at is None:
-            return None
+    def _post(self, action: Action, at: Edge) -> tuple[Work, Tensor]:
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._grid.device)
         return comm.receive(tensor, self._grid.rank_of_stage(at.pp_rank), self._group(action, at), at.tag), tensor
 
-    @staticmethod
-    def _arrived(expected: tuple[Work, Tensor] | None) -> Tensor | None:
-        if expected is None:
-            return None
-        expected[0].wait()
-        return expected[1]
-
-    def _send(self, action: Action, made: Tensor) -> None:
-        at = self._edge(action, outgoing=True)
-        if at is not None:
-            self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
-            made = made.contiguous()
-            work = comm.send(made, self._grid.rank_of_stage(at.pp_rank), self._group(action, at), at.tag)
-            self._sent.append((work, made))
-
-    def _edge(self, action: Action, *, outgoing: bool) -> Edge | None:
-        layout = self._grid.layout
-        return edge(action, layout.pp, layout.vpp, self._grid.pp_rank, outgoing=outgoing)
+    def _send(self, action: Action, at: Edge, made: Tensor) -> None:
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        made = made.contiguous()
+        work = comm.send(made, self._grid.rank_of_stage(at.pp_rank), self._group(action, at), at.tag)
+        self._sent.append((work, made))
 
     def _group(self, action: Action, at: Edge) -> comm.Group:
-        grid = self._grid
-        if at.wraps:
-            return grid.wrap_backward_group if action.backward else grid.wrap_group
-        return grid.backward_group if action.backward else grid.pp_group
+        return self._grid.channels[channel(action, at)]
+
+
+def channel(action: Action, at: Edge) -> Channel:
+    """Of a message; all that pass through one go in one direction, in the order in which they are asked for."""
+    return Channel(action.backward, at.wraps)
 
 
 def last_backward(actions: Sequence[Action]) -> set[Action]:
