@@ -145,6 +145,7 @@ class Engine:
 
     def logits(self, batch: Microbatch) -> Tensor | None:
         """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective."""
+        self.finish()  # the head is read without being called, so nothing else waits for it
         found: list[Tensor] = []
 
         def forward(action: Action, x: Tensor | None) -> Tensor:

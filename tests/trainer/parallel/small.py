@@ -78,7 +78,7 @@ class Case:
         return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
 
 
-def make_engine(case: Case, *, overlap: bool = True) -> Engine:
+def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
         case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
@@ -97,7 +97,7 @@ def make_engine(case: Case, *, overlap: bool = True) -> Engine:
         betas=(0.9, 0.95),
         clip_grad=case.clip,
         distributed=case.distributed,
-        bucket_elements=4000,
+        bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )
