@@ -6,12 +6,15 @@ connection is all there is to report. Whatever fails on one rank alone (a file t
 read) is raised through `all_or_none`, so that all ranks raise the same.
 """
 
+import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UnknownFamily, UsageError
@@ -114,6 +117,16 @@ def _first(store: "Store") -> bool:
         return True
 
 
+def tell_launcher(text: str) -> None:
+    """Leave the cause in torchrun's error file, so that its own summary names it too."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": found}), encoding="utf-8")
+
+
 def _print(text: str) -> None:
+    tell_launcher(text)
     show(f"megatron_lite: error: {text}", sys.stderr)
     sys.stderr.flush()

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import UsageError
 from megatron_lite.loop.failure import report_alone
+from megatron_lite.loop.slurm import sees_own_gpu
 from megatron_lite.settings.config import Parallel
 
 OLDEST_TORCH = (2, 7)
@@ -27,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is, as torchrun says."""
+    """Where this process is, as torchrun or srun says."""
 
     rank: int
     world: int
@@ -38,9 +39,15 @@ class Place:
     """Of all ranks, on gloo, for checkpoints alone."""
     watch: StoreWatch | None = None
 
+    def __str__(self) -> str:
+        """`4 x cpu, gloo`."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        backend = "one process" if self.world == 1 else "gloo" if self.device.type == "cpu" else "nccl"
+        return f"{self.world} x {name}, {backend}"
+
 
 def world_size() -> int:
-    """Of torchrun; 1 without it."""
+    """Of torchrun or srun; 1 without them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -62,7 +69,7 @@ def start(parallel: Parallel) -> Place:
     if world_size() == 1:
         return Place(0, 1, device, None, None)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{parallel.distributed_backend or 'nccl'}"
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     met, place, world = next(rendezvous("env://", timeout=timeout))
     # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
     store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), met)
@@ -81,14 +88,19 @@ def _end_without_store() -> None:
 
 
 def _device(parallel: Parallel) -> torch.device:
+    """Raises UsageError where there is a GPU for some of this machine's processes but not for each: nobody wants that."""
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
-    if parallel.distributed_backend == "nccl" and not enough:
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if parallel.distributed_backend == "gloo" or (not found and parallel.distributed_backend is None):
+        return torch.device("cpu")
+    if sees_own_gpu() and found == 1:
+        return torch.device("cuda", 0)
+    if found < here:
         raise UsageError(
-            f"--distributed-backend nccl needs a GPU for each of the {here} processes of a machine, found {found}"
+            f"NCCL needs a GPU for each of the {here} processes of a machine, found {found}; start fewer, "
+            "or take --distributed-backend gloo, which trains on CPUs"
         )
-    return torch.device("cuda", local) if enough and parallel.distributed_backend != "gloo" else torch.device("cpu")
+    return torch.device("cuda", local)
 
 
 def keep_freed_memory() -> None:

@@ -162,7 +162,8 @@ def _introduce(run: Run, start: Start | None) -> None:
     assert run.engine.optimizer is not None
     model = f"{run.config.family}, {run.config.layer_count} layers of {run.config.hidden}, {run.engine.options.dtype}"
     per_parameter = f"{run.engine.optimizer.bytes_per_parameter(sizes.dp):.2f} bytes each with gradients and optimizer"
-    run.say(f"{model}; {sizes.layout}, DP {sizes.dp}; {parameters:,} parameters on this rank, {per_parameter}")
+    run.say(f"{run.place}; {sizes.layout}, DP {sizes.dp}")
+    run.say(f"{model}; {parameters:,} parameters on this rank, {per_parameter}")
     if start is not None:
         optimizer = "with" if start.with_optimizer else "without"
         run.say(f"weights of {start.path} ({start.header.source}), {optimizer} optimizer state")

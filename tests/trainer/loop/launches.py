@@ -99,7 +99,7 @@ def _rank(
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_ERROR_FILE": f"error-{rank}.json",
         }  # fmt: skip
     import torch
 
