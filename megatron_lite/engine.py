@@ -35,11 +35,16 @@ class StepReport:
     grad_norm: float
     """Before clipping; not finite if any gradient wasn't."""
     skipped: bool
-    """Whether gradients weren't finite, so that nothing was changed."""
+    """Whether gradients weren't finite, or there were none, so that nothing was changed."""
     loss_scale: float
     """The one that was used."""
     signals: tuple[float, ...]
     """The sums over all ranks of what was passed in."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no label of the step counts."""
+        return not self.tokens
 
 
 class Engine:
@@ -122,12 +127,12 @@ class Engine:
         sum_shares(optimizer.ranges(), self.grid)
         square = squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
         loss_sum, tokens, square_sum, *summed = self._sum_over_world(losses, square, signals)
-        norm, factor = float("nan"), 1.0
+        norm, factor = 0.0, 1.0
         if tokens:
             factor = positions / tokens / scale
             norm = sqrt(square_sum) * factor if isfinite(square_sum) else float("inf")
-        skipped = not isfinite(norm)
-        self.scaler.update(overflow=skipped)
+            self.scaler.update(overflow=not isfinite(norm))
+        skipped = not tokens or not isfinite(norm)
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             optimizer.step(lr, weight_decay)

@@ -3,9 +3,11 @@
 Every rank reads its own rectangles of canonical tensors, so that the layout of the checkpoint doesn't matter.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 from megatron_lite.checkpoint.saver import has_checkpoint
-from megatron_lite.checkpoint.state import Progress, read_common, read_dropouts, read_progress
+from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
 from megatron_lite.checkpoint.weights import load_weights, read
 from megatron_lite.engine import Engine
 from megatron_lite.settings.config import Settings
@@ -37,6 +39,8 @@ class Start:
     """Whether its optimizer state is there, and wanted."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """Tokenizer and the like."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Megatron's of the run that is continued; empty for one that begins."""
 
     @property
     def config(self) -> ModelConfig:
@@ -46,13 +50,32 @@ class Start:
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     """None to start from random weights. Reads metadata only. Raises CheckpointError."""
     saving = settings.checkpointing
-    if saving.resume and saving.save and has_checkpoint(Path(saving.save)):
-        return _open(saving.save, settings, continued=True)
-    if saving.load is not None:
-        return _open(saving.load, settings, continued=not (finetune or saving.finetune))
-    if finetune:
-        raise UsageError("finetune needs --load: the checkpoint to start from")
-    return None
+    weights_alone = finetune or saving.finetune
+    saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
+    if saved is not None and saving.resume:
+        return _open(str(saved), settings, continued=True)
+    if saving.load is None:
+        if saved is not None:
+            raise UsageError(
+                f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
+            )
+        if finetune:
+            raise UsageError("finetune needs --load: the checkpoint to start from")
+        return None
+    if saving.save and os.path.realpath(saving.load) == os.path.realpath(saving.save):
+        if saved is not None and weights_alone:
+            raise UsageError(
+                f"--load and --save are both {saved}, which holds a checkpoint: --resume continues that run, "
+                "another --save starts one from its weights"
+            )
+        if not weights_alone and not _has_files(Path(saving.load)):
+            return None  # as Megatron-LM's scripts expect of the first of several jobs
+    return _open(saving.load, settings, continued=not weights_alone)
+
+
+def _has_files(directory: Path) -> bool:
+    """Whether there is anything but what a first save may have left unfinished."""
+    return directory.is_dir() and any(not path.name.startswith(".") for path in directory.iterdir())
 
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
@@ -68,7 +91,8 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
         )
     if not with_optimizer:
         progress = replace(progress, engine=None)
-    return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files)
+    arguments = read_arguments(common) if continued else {}
+    return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files, arguments)
 
 
 def load(engine: Engine, start: Start) -> None:

@@ -164,9 +164,14 @@ def _read_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
     return {"scale": float(scaler["scale"]), "good_steps": scaler.get("growth_tracker", 0), "overflows_left": left}
 
 
+def read_arguments(common: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Megatron's args, as far as there are any."""
+    return vars(common["args"]) if common and isinstance(common.get("args"), Namespace) else {}
+
+
 def read_dropouts(common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None) -> dict[str, float]:
     """attention_dropout and hidden_dropout as the checkpoint has them; 0 where it says nothing."""
-    args = vars(common["args"]) if common and isinstance(common.get("args"), Namespace) else {}
+    args = read_arguments(common)
     raw = dict(hf or {})
     attention = args.get("attention_dropout", raw.get("attention_dropout", raw.get("attn_pdrop", 0.0)))
     hidden = args.get("hidden_dropout", raw.get("hidden_dropout", raw.get("resid_pdrop", 0.0)))

@@ -20,7 +20,7 @@ from megatron_lite.settings.sizes import Sizes
 def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     """As given; else the checkpoint's own, else numbers. Raises UsageError, CorruptCheckpoint."""
     data, size = settings.data, settings.model.vocab_size
-    if data.tokenizer_type is None and data.tokenizer_model is None:
+    if data.tokenizer_type is None and data.tokenizer_model is None and data.vocab_file is None:
         beside = start.files.get("tokenizer.json") if start is not None else None
         if beside is not None:
             return build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", str(beside.parent)))
@@ -30,7 +30,8 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
                 "--tokenizer-type and --tokenizer-model are missing (or --vocab-size, for data without a tokenizer)"
             )
         return build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=vocab - 1))
-    kind = data.tokenizer_type or "HuggingFaceTokenizer"
+    of_vocabulary = "GPT2BPETokenizer" if data.merge_file else "BertWordPieceLowerCase"
+    kind = data.tokenizer_type or (of_vocabulary if data.vocab_file else "HuggingFaceTokenizer")
     vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
     return build_tokenizer(TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size))
 

@@ -39,6 +39,7 @@ class Meter:
     flops: float
     """Per token."""
     devices: int
+    """Or processes, on CPUs."""
     peak_tflops: float | None
     total_samples: int
     tokens: int = 0
@@ -84,9 +85,10 @@ def line(figures: Mapping[str, Any], total: int | None) -> str:
     return (
         f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f} | "
         f"lr {figures['learning_rate']:.3e} | grad norm {figures['grad_norm']:.3f}{extra} | {figures['step_seconds'] * 1e3:.0f} ms | "
-        f"{figures['tokens_per_second']:,.0f} tokens/s/GPU | {figures['tflops']:.2f} TFLOP/s{mfu} | "
+        f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']} | {figures['tflops']:.2f} TFLOP/s{mfu} | "
         f"{figures['memory_bytes'] / 2**30:.2f} GiB | {duration(figures['seconds_left'])} left"
         + (f" | {figures['skipped']} skipped" if figures.get("skipped") else "")
+        + (f" | {figures['empty']} without labels" if figures.get("empty") else "")
     )
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from megaconv.engine.sidecars import find_sidecars, read_sidecar
-from megaconv.errors import NotExpressible, UsageError
-from megaconv.families import family
-from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megatron_lite.checkpoint.restore import Start, find_start, load
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.sidecars import sidecars
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.checkpoint.weights import init_weights
+from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop import plot
 from megatron_lite.loop.failure import all_or_none
@@ -36,13 +35,14 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     check_flags(settings)
     start = all_or_none(lambda: find_start(settings, finetune=finetune))
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
-    config, dropouts = _model(settings, start, tokenizer.vocab_size)
+    config, dropouts = _model(settings, start, tokenizer)
     options = model_options(settings, dropouts)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
-    counts = _sample_counts(settings, sizes)
+    progress = start.progress if start is not None else Progress()
+    counts = _sample_counts(settings, sizes, progress)
     datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts))
     sinks = all_or_none(lambda: _sinks(settings, place))
     engine = Engine(config, make_grid(sizes.layout, sizes.dp, place.device), options, optimizer_options(settings))
@@ -53,22 +53,23 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     peak = settings.logging.peak_tflops or peak_tflops(
         torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     )
-    meter = Meter(flops_per_token(config, sizes.seq), place.world, peak, total_samples(settings, sizes))
-    saver = _saver(settings, place, config, start)
+    meter = Meter(flops_per_token(config, sizes.seq), place.world, peak, total_samples(settings, sizes, progress))
+    saver = _saver(settings, place, config, tokenizer, start)
     run = Run(
         settings, config, sizes, dropouts, place, engine, datasets, tokenizer.vocab_size, rate, decay, meter, saver, sinks, Stop(),
-        progress=start.progress if start is not None else Progress(),
+        progress=progress,
     )  # fmt: skip
     run.saved = run.progress.iteration or None
     _introduce(run, start)
+    _mention(run, start, tokenizer)
     return run
 
 
-def _model(settings: Settings, start: Start | None, vocab: int) -> tuple[ModelConfig, Mapping[str, float]]:
-    model = settings.model
+def _model(settings: Settings, start: Start | None, tokenizer: Tokenizer) -> tuple[ModelConfig, Mapping[str, float]]:
+    model, vocab = settings.model, tokenizer.vocab_size
     if start is None:
         given = None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size  # that one adds a token
-        config = model_from_flags(settings, given or vocab)
+        config = with_token_ids(model_from_flags(settings, given or vocab), tokenizer)
         dropouts: Mapping[str, float] = {
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,
@@ -81,6 +82,14 @@ def _model(settings: Settings, start: Start | None, vocab: int) -> tuple[ModelCo
             f"the tokenizer has {vocab:,} tokens, the model {config.vocab:,}; give the model's own tokenizer"
         )
     return config, dropouts
+
+
+def with_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """So that whoever generates with the model knows where a text begins and ends."""
+    if isinstance(tokenizer, NullTokenizer):
+        return config
+    found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+    return changed(config, {name: number for name, number in found.items() if number is not None})
 
 
 def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOptions:
@@ -112,14 +121,14 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
     )  # fmt: skip
 
 
-def _sample_counts(settings: Settings, sizes: Sizes) -> list[int]:
+def _sample_counts(settings: Settings, sizes: Sizes, progress: Progress) -> list[int]:
     each = settings.training.eval_iters * sizes.batch.full
     if settings.training.train_samples is not None:
         smallest = min(sizes.batch.sizes())
         rounds = settings.training.train_samples // smallest // settings.training.eval_interval + 1
     else:
         rounds = evaluations(settings)
-    return [total_samples(settings, sizes) + sizes.batch.full, each * rounds, each]
+    return [total_samples(settings, sizes, progress) + sizes.batch.full, each * rounds, each]
 
 
 def _sinks(settings: Settings, place: Place) -> list[Sink]:
@@ -133,27 +142,17 @@ def _sinks(settings: Settings, place: Place) -> list[Sink]:
     return open_sinks(settings.logging, plain)
 
 
-def _saver(settings: Settings, place: Place, config: ModelConfig, start: Start | None) -> Saver | None:
+def _saver(
+    settings: Settings, place: Place, config: ModelConfig, tokenizer: Tokenizer, start: Start | None
+) -> Saver | None:
     saving = settings.checkpointing
     if saving.save is None:
         return None
+    beside = sidecars(settings.data, tokenizer, config, None if start is None else start.files)
     return Saver(
-        Path(saving.save), saving.ckpt_format, place.rank, place.save_group, _sidecars(settings, config, start),
+        Path(saving.save), saving.ckpt_format, place.rank, place.save_group, beside,
         saving.keep_last, saving.async_save,
     )  # fmt: skip
-
-
-def _sidecars(settings: Settings, config: ModelConfig, start: Start | None) -> dict[str, bytes]:
-    """config.json, so that megaconv knows the family, and the tokenizer, so that an export to Hugging Face is complete."""
-    tokenizer = settings.data.tokenizer_model
-    paths: Mapping[str, Path] = find_sidecars(Path(tokenizer)) if tokenizer else {}
-    if start is not None:
-        paths = start.files
-    files = {name: read_sidecar(path) for name, path in paths.items()}
-    try:
-        return files | {CONFIG_NAME: family(config.family).config_json(config)}
-    except NotExpressible:
-        return files
 
 
 def _introduce(run: Run, start: Start | None) -> None:
@@ -172,3 +171,34 @@ def _introduce(run: Run, start: Start | None) -> None:
     for dataset, what in zip(run.datasets[1:], ("validation", "test"), strict=True):
         if dataset is None and run.settings.training.eval_iters:
             run.say(f"no data for {what}: none will be made")
+
+
+def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
+    """What was decided without being asked, and what is otherwise than in the run that is continued."""
+    settings, seq = run.settings, run.sizes.seq
+    if settings.training.seq_length is None and seq < run.config.max_positions:
+        run.say(
+            f"sequences of {seq} tokens, though the model is for {run.config.max_positions}: --seq-length takes more"
+        )
+    if isinstance(tokenizer, NullTokenizer) and settings.data.tokenizer_type is None:
+        run.say(f"without a tokenizer: data are token ids below {tokenizer.vocab_size}")
+    if start is None and settings.checkpointing.load is not None:
+        run.say(f"nothing in {settings.checkpointing.load} yet: starting from random weights")
+    if start is not None:
+        for name, before, now in _changes(run, start.arguments):
+            run.say(f"changed since the checkpoint: {name} {before} -> {now}")
+
+
+DATA_PLAN = (
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "mock_data", "split", "seed",
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+)  # fmt: skip
+"""Settings that decide which samples come next."""
+
+
+def _changes(run: Run, before: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(setting, in the checkpoint, now)."""
+    values = {**vars(run.settings.data), **vars(run.settings.training)}
+    now = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in DATA_PLAN}
+    now |= {"global_batch_size": run.sizes.batch.full, "seq_length": run.sizes.seq}
+    return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]

@@ -59,7 +59,7 @@ def _keep_store(port: int) -> None:
     os.close(theirs)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     status = 1
     try:

@@ -51,6 +51,11 @@ class Run:
     losses: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     skipped: int = 0
+    """Steps whose gradients weren't finite."""
+    empty: int = 0
+    """Steps without a label that counts, which changed nothing either."""
+    interval: list[float] = field(default_factory=list)
+    """Losses since the last log line."""
     saved: int | None = None
     """The iteration of the last save."""
 
@@ -70,9 +75,11 @@ class Run:
         return GlobalBatches(dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab)
 
 
-def total_samples(settings: Settings, sizes: Sizes) -> int:
+def total_samples(settings: Settings, sizes: Sizes, progress: Progress = Progress()) -> int:  # noqa: B008  # frozen
+    """That the run will have seen at its end. Iterations are iterations, also of a run whose batch has changed meanwhile."""
     training = settings.training
-    return training.train_samples or (training.train_iters or 0) * sizes.batch.full
+    left = max(0, (training.train_iters or 0) - progress.iteration)
+    return training.train_samples or progress.consumed_samples + left * sizes.batch.full
 
 
 def evaluations(settings: Settings) -> int:
@@ -87,7 +94,12 @@ def train(run: Run) -> None:
     feeder, started, why = run.feeder, time.monotonic(), None
     limit = run.settings.training.exit_duration_in_mins
     run.meter.restart()
-    for consumed, batch in prefetch(run.batches(train_data), _steps(run)):
+    steps = list(_steps(run))
+    if not steps:
+        run.say(
+            f"nothing left: the run has made its {run.progress.iteration} steps, {run.progress.consumed_samples} samples"
+        )
+    for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
         lr, decay = run.rate.at(run.progress.scheduled_samples), run.decay.at(run.progress.scheduled_samples)
         time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
@@ -106,7 +118,7 @@ def train(run: Run) -> None:
 
 def _steps(run: Run) -> Iterator[tuple[int, int]]:
     """(samples consumed before, batch size) of every step that is left."""
-    consumed, total = run.progress.consumed_samples, total_samples(run.settings, run.sizes)
+    consumed, total = run.progress.consumed_samples, total_samples(run.settings, run.sizes, run.progress)
     while consumed < total:
         size = run.sizes.batch.at(consumed)
         yield consumed, size
@@ -118,7 +130,7 @@ def _check(run: Run, report: StepReport) -> None:
         return
     step = run.progress.iteration + 1
     what = f"the loss is {report.loss}" if not math.isfinite(report.loss) else None
-    if what is None and report.skipped and not run.settings.precision.fp16:
+    if what is None and report.skipped and not report.empty and not run.settings.precision.fp16:
         what = f"the norm of the gradients is {report.grad_norm}"
     if what is not None and not (report.skipped and run.settings.precision.fp16):
         raise TrainingError(
@@ -137,9 +149,13 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         flops=progress.flops + tokens * run.meter.flops,
         engine=run.engine.state(),
     )
-    run.skipped += report.skipped
+    run.empty += report.empty
+    run.skipped += report.skipped and not report.empty
     run.meter.add(size, tokens)
-    run.losses.append((run.progress.iteration, report.loss))
+    if not report.empty:
+        run.losses.append((run.progress.iteration, report.loss))
+    if not report.skipped:
+        run.interval.append(report.loss)
 
 
 def _log(run: Run, report: StepReport, lr: float) -> None:
@@ -148,14 +164,17 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
-        "loss": report.loss,
+        "loss": sum(run.interval) / len(run.interval) if run.interval else report.loss,
         "grad_norm": report.grad_norm,
         "learning_rate": lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
         "loss_scale": report.loss_scale,
         "skipped": run.skipped,
+        "empty": run.empty,
+        "device": "GPU" if run.engine.grid.device.type == "cuda" else "process",
         **run.meter.read(run.progress.consumed_samples),
     }
+    run.interval.clear()
     run.say(line(figures, run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {name: figures[name] for name in METRICS})
@@ -194,10 +213,14 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(iters))):
         losses, count = run.engine.evaluate(run.feeder.microbatches(batch))
         total, tokens = total + losses, tokens + count
-    loss = total / tokens
     step = run.progress.iteration
     if what == "validation":
         run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
+    if not tokens:
+        run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
+        return
+    loss = total / tokens
+    if what == "validation":
         run.evaluations.append((step, loss))
     run.say(f"step {step:>6} | {what} loss {loss:.5f} | perplexity {math.exp(min(loss, 700)):.3f}")
     for sink in run.sinks if run.place.rank == 0 else ():

@@ -17,12 +17,22 @@ YAML_FLAGS = ("--yaml-cfg", "--config-file")
 WITHOUT_EFFECT = {
     "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
     "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "deterministic_mode": 0, "dist_ckpt_strictness": 1,
-    "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "log_params_norm": 0, "log_throughput": 0,
-    "log_timers_to_tensorboard": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0, "no_masked_softmax_fusion": 0,
-    "no_persist_layer_norm": 0, "no_rope_fusion": 0, "no_save_rng": 0, "tensorboard_queue_size": 1,
+    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "grad_reduce_in_bf16": 0,
+    "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "manual_gc": 0,
+    "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
+    "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0, "no_rope_fusion": 0, "no_save_rng": 0,
+    "num_workers": 1, "tensorboard_queue_size": 1,
     "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
 }  # fmt: skip
 """Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
+
+REFUSED = {
+    "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
+    "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
+    "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8", "profile": "profiles", "profile_step_end": "profiles",
+    "profile_step_start": "profiles",
+}  # fmt: skip
+"""Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
     "context_parallel_size": "1", "dataloader_type": "single", "expert_model_parallel_size": "1", "expert_tensor_parallel_size": "1",
@@ -110,8 +120,14 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
         options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
     if item.default not in (None, False):
         text += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"
+    short = [item.metadata["short"]] if item.metadata["short"] else []
     group.add_argument(
-        "--" + name.replace("_", "-"), dest=name, type=_reader(_element(hint)), help=text.replace("%", "%%"), **options
+        "--" + name.replace("_", "-"),
+        *short,
+        dest=name,
+        type=_reader(_element(hint)),
+        help=text.replace("%", "%%"),
+        **options,
     )
 
 
@@ -139,7 +155,7 @@ def _take_without_effect(rest: list[str]) -> list[str]:
         word, _, value = rest[position].partition("=")
         name = word.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or name not in (WITHOUT_EFFECT | NOT_YET):
-            raise UsageError(_unknown(word))
+            raise UsageError(_refused(word, name) or _unknown(word))
         if name in NOT_YET:
             value = value or "".join(rest[position + 1 : position + 2])
             _require_only(name, value)
@@ -153,6 +169,10 @@ def _require_only(name: str, value: object, where: str = "") -> None:
         raise UsageError(
             f"{where}--{name.replace('_', '-')} {value} is not available; leave it out, or give {NOT_YET[name]}"
         )
+
+
+def _refused(word: str, name: str) -> str | None:
+    return f"{word}: {REFUSED[name]} can't be had yet; leave it out" if name in REFUSED else None
 
 
 def _unknown(word: str) -> str:
@@ -183,7 +203,8 @@ def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
         elif name in NOT_YET:
             _require_only(name, value, f"{path}: ")
         elif name not in hints:
-            raise UsageError(f"{path}: {_unknown('--' + name.replace('_', '-'))}")
+            word = "--" + name.replace("_", "-")
+            raise UsageError(f"{path}: {_refused(word, name) or _unknown(word)}")
         elif value is not None:
             values[name] = _convert(path, name, value, hints[name])
     return values
@@ -222,5 +243,6 @@ def flag_table() -> str:
             words = " · ".join(f"`{word}`" for word in item.metadata["choices"])
             text = item.metadata["help"].replace("|", "\\|") + (f" ({words})" if words else "")
             default = "" if item.default in (None, False) else f"`{item.default}`"
-            lines.append(f"| `--{name.replace('_', '-')}` | {text} | {default} |")
+            short = f", `{item.metadata['short']}`" if item.metadata["short"] else ""
+            lines.append(f"| `--{name.replace('_', '-')}`{short} | {text} | {default} |")
     return "\n".join(lines) + "\n"

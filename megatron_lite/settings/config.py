@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 
-def flag(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A setting with its default (or the function that makes it), and what `--help` says about it."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), short: str | None = None) -> Any:
+    """A setting with its default, what `--help` says about it, and a shorter flag beside Megatron's."""
+    return field(default=default, metadata={"help": text, "choices": choices, "short": short})
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Model:
     attention_dropout: float = flag(0.1, "dropout of attention weights")
     hidden_dropout: float = flag(0.1, "dropout of what each block adds")
     init_method_std: float = flag(0.02, "standard deviation of initial weights")
-    vocab_size: int | None = flag(None, "tokens (the tokenizer's)")
+    vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times tp")
 
 
@@ -52,8 +52,8 @@ class Model:
 class Parallel:
     """Parallelism"""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
-    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", short="--tp")
+    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
@@ -83,7 +83,7 @@ class Training:
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENTs over SAMPLES"
     )
-    seq_length: int | None = flag(None, "tokens of a sequence")
+    seq_length: int | None = flag(None, "tokens of a sequence (the model's positions, at most 4096)")
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
     eval_interval: int = flag(1000, "steps between evaluations")
@@ -181,7 +181,9 @@ class Data:
 class Checkpointing:
     """Checkpoints"""
 
-    load: str | None = flag(None, "checkpoint to start from: any that megaconv reads, or a Hub id")
+    load: str | None = flag(
+        None, "checkpoint to start from: any that megaconv reads, or a Hub id; with the same --save as --resume"
+    )
     save: str | None = flag(None, "directory to save to")
     save_interval: int | None = flag(None, "steps between saves (at the end only)")
     resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as the other flags say")

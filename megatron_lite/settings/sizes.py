@@ -9,6 +9,9 @@ from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import ModelOptions
 
+LONGEST_UNASKED = 4096
+"""Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
+
 
 @dataclass(frozen=True)
 class BatchSize:
@@ -46,7 +49,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     training = settings.training
     check_flags(settings)
     layout = _layout(settings.parallel, config)
-    seq, micro = training.seq_length or config.max_positions, training.micro_batch_size
+    seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     dp = check_sizes(config, layout, world, options, seq, layout.pp)
     batch = batch_size(training, dp)
     for size in batch.sizes():

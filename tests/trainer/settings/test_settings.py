@@ -13,7 +13,7 @@ from megaconv.errors import CheckpointError, LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.loop.launch import start
 from megatron_lite.settings.architecture import check_against, model_from_flags
-from megatron_lite.settings.arguments import NOT_YET, WITHOUT_EFFECT, flag_table, make_parser, parse
+from megatron_lite.settings.arguments import NOT_YET, REFUSED, WITHOUT_EFFECT, flag_table, make_parser, parse
 from megatron_lite.settings.config import Parallel, flags
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes, work_out
@@ -84,6 +84,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--context-parallel-size 2", "--context-parallel-size 2 is not available"),
         ("--num-experts=8", "--num-experts 8 is not available"),
         ("--bf16 perhaps", "expected true or false"),
+        ("--fp8-format hybrid", "--fp8-format: FP8 can't be had yet"),
         ("7", "is not a flag"),
     ],
 )
@@ -97,7 +98,58 @@ def test_flags_of_megatron_that_choose_nothing_here_are_accepted_and_named() -> 
     words += [f"--{name.replace('_', '-')} {value}" for name, value in NOT_YET.items()]
     found, ignored = parse("pretrain", " ".join([*words, "--lr 1"]).split())
     assert (found.optimizer.lr, found.given, len(ignored)) == (1.0, {"lr"}, len(words))
-    assert not set(flags()) & (set(WITHOUT_EFFECT) | set(NOT_YET))
+    assert not set(flags()) & (set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED))
+
+
+EXAMPLES_OF_MEGATRON = {
+    "gpt3 175B": """
+        num-layers hidden-size num-attention-heads seq-length max-position-embeddings attention-backend micro-batch-size
+        global-batch-size rampup-batch-size train-iters weight-decay adam-beta1 adam-beta2 init-method-std clip-grad fp16 lr
+        lr-decay-style min-lr lr-warmup-fraction lr-decay-iters tensor-model-parallel-size pipeline-model-parallel-size data-path
+        vocab-file merge-file split log-interval save-interval eval-interval save load eval-iters tensorboard-dir
+        """,
+    "llama3 8B": """
+        use-mcore-models num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups
+        kv-channels seq-length max-position-embeddings position-embedding-type rotary-base rotary-percent attention-dropout
+        hidden-dropout swiglu init-method-std attention-backend apply-layernorm-1p untie-embeddings-and-output-weights
+        disable-bias-linear micro-batch-size global-batch-size train-samples lr-decay-samples lr-warmup-samples lr min-lr
+        decoupled-lr decoupled-min-lr lr-decay-style clip-grad weight-decay adam-beta1 adam-beta2 bf16 grad-reduce-in-bf16
+        cross-entropy-loss-fusion calculate-per-token-loss manual-gc empty-unused-memory-level tensor-model-parallel-size
+        context-parallel-size sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather mock-data
+        tokenizer-type tokenizer-model vocab-size data-path data-cache-path split no-create-attention-mask-in-dataloader
+        no-mmap-bin-files num-workers log-interval eval-iters eval-interval save-interval log-throughput profile
+        profile-step-start profile-step-end ckpt-format distributed-timeout-minutes save load tensorboard-dir
+        fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
+        """,
+}
+"""Flags of the scripts in Megatron-LM's examples/gpt3 and examples/llama."""
+
+
+@pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
+def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
+    known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED)
+    assert not {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known
+
+
+def test_parallel_sizes_have_short_flags() -> None:
+    found = settings("--tp 4 --pp 2")
+    assert (found.parallel.tensor_model_parallel_size, found.parallel.pipeline_model_parallel_size) == (4, 2)
+    assert found.given == {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+
+
+def test_the_null_tokenizers_vocabulary_is_one_more_as_megatrons_is() -> None:
+    config = model_from_flags(settings(LLAMA), 101)
+    check_against(settings("--tokenizer-type NullTokenizer --vocab-size 100"), config, {}, "ckpt")
+    with pytest.raises(UsageError, match="contradicts the checkpoint"):
+        check_against(settings("--vocab-size 100"), config, {}, "ckpt")
+
+
+def test_a_sequence_as_long_as_the_models_positions_is_capped_unless_asked_for() -> None:
+    long = settings(LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072"))
+    config = model_from_flags(long, 100)
+    assert work_out(long, config, ModelOptions(), 1).seq == 4096
+    asked = settings(LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072 --seq-length 8192"))
+    assert work_out(asked, config, ModelOptions(), 1).seq == 8192
 
 
 def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -> None:
