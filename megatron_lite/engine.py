@@ -62,7 +62,7 @@ class Engine:
         self.step = 0
         """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
         tp = grid.layout.tp
-        ranks = TensorGroup(grid.tp_group, grid.tp_rank, tp, options.sequence_parallel and tp > 1)
+        ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks)
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
@@ -87,7 +87,7 @@ class Engine:
         grid = self.grid
         for module, infos in zip(self.chunks, self.infos, strict=True):
             buckets = ChunkBuckets(
-                module, infos, self.dtype, grid.device, grid.dp_group,
+                module, infos, self.dtype, grid.device, grid.group("dp"),
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -195,7 +195,7 @@ class Engine:
             [losses.losses * counts, losses.tokens * counts, square.to(self.grid.device, torch.float64)]
             + [torch.tensor(float(signal), dtype=torch.float64, device=self.grid.device) for signal in signals]
         )
-        comm.all_reduce(values, self.grid.world_group)
+        comm.all_reduce(values, self.grid.group("world"))
         found: list[float] = values.tolist()
         return found
 

@@ -185,7 +185,7 @@ def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
         for slots in wholes.values():
             for flat in slots.values():
                 # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-                dist.all_reduce(flat.view(torch.int32), group=engine.grid.dp_group)
+                dist.all_reduce(flat.view(torch.int32), group=engine.grid.group("dp"))
     return {
         key: {slot: flat.view(parameters[key].shape) for slot, flat in slots.items()} for key, slots in wholes.items()
     }
@@ -198,7 +198,7 @@ def _slot_names(engine: Engine) -> list[str]:
     if not engine.optimizer.distributed or engine.grid.dp == 1:
         return own
     sharding: list[Any] = [None] * engine.grid.dp
-    dist.all_gather_object(sharding, own, group=engine.grid.dp_group)
+    dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
     return next(names for names in sharding if names)
 
 

@@ -19,10 +19,10 @@ def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
     Ranks that hold the same parameter hold the same ranges of it, so each sums its own.
     """
     items = list(ranges)
-    _sum_together([item.gradient for item in items if item.info.partial], grid.tp_group)
+    _sum_together([item.gradient for item in items if item.info.partial], grid.group("tp"))
     for item in items:
         if item.info.tied:
-            comm.all_reduce(item.gradient, grid.tied_group)
+            comm.all_reduce(item.gradient, grid.group("ends"))
 
 
 def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:

@@ -1,7 +1,6 @@
 """The ranks' grid and its process groups; the only file that creates groups.
 
-Ranks count as Megatron's do, tensor ranks fastest, then data-parallel ranks, then stages:
-rank = tp_rank + tp * (dp_rank + dp * pp_rank).
+Which ranks they are is mesh.py's.
 """
 
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megaconv.errors import LayoutError
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.mesh import dense_mesh, expert_mesh
 
 
 class Channel(NamedTuple):
@@ -53,33 +53,40 @@ class Grid:
     """One rank's place, and the groups it is in; a group of one rank is None."""
 
     layout: Layout
-    """tp, pp, vpp and the layers of each stage."""
+    """Of tp, pp, vpp, ep and etp, and the layers of each stage."""
     dp: int
     rank: int
     device: torch.device
-    world_group: ProcessGroup | None = None
-    tp_group: ProcessGroup | None = None
-    dp_group: ProcessGroup | None = None
+    groups: Mapping[str, ProcessGroup | None] = field(default_factory=dict)
+    """Of this rank, by the axis along which it reaches: `tp`, `dp`; for experts `etp`, `ep`, `edp`; `ends`: first and last stage;
+    `world`. Missing where it would be of one rank.
+    """
     channels: Mapping[Channel, ProcessGroup | None] = field(default_factory=dict)
     """The group of each kind of message between stages. On gloo one for all of them."""
-    tied_group: ProcessGroup | None = None
-    """First and last stage of this rank's column, on those two stages alone."""
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        return self.groups.get(axis)
 
     @property
     def world(self) -> int:
-        return self.layout.tp * self.dp * self.layout.pp
+        return dense_mesh(self.layout, self.dp).size
 
     @property
     def tp_rank(self) -> int:
-        return self.rank % self.layout.tp
+        return dense_mesh(self.layout, self.dp).place(self.rank)["tp"]
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // self.layout.tp % self.dp
+        return dense_mesh(self.layout, self.dp).place(self.rank)["dp"]
 
     @property
     def pp_rank(self) -> int:
-        return self.rank // (self.layout.tp * self.dp)
+        return dense_mesh(self.layout, self.dp).place(self.rank)["pp"]
+
+    @property
+    def expert_place(self) -> dict[str, int]:
+        """etp, ep and edp rank."""
+        return expert_mesh(self.layout, self.dp).place(self.rank)
 
     def chunks(self) -> list[Chunk]:
         """This rank's virtual stages."""
@@ -87,43 +94,40 @@ class Grid:
 
     def rank_of_stage(self, pp_rank: int) -> int:
         """The global rank at this place of another stage."""
-        return self.tp_rank + self.layout.tp * (self.dp_rank + self.dp * pp_rank)
-
-    def groups(self) -> list[ProcessGroup]:
-        """All but the world's, each once, in the order in which they were made."""
-        found = [self.tp_group, self.dp_group, *self.channels.values(), self.tied_group]
-        return list(dict.fromkeys(group for group in found if group is not None))
+        mesh = dense_mesh(self.layout, self.dp)
+        return mesh.rank(mesh.place(self.rank) | {"pp": pp_rank})
 
     def close(self) -> None:
         """Destroy all groups but the world's."""
-        for group in self.groups():
-            dist.destroy_process_group(group)
+        made = [group for axis, group in self.groups.items() if axis != "world"]
+        for group in dict.fromkeys([*made, *self.channels.values()]):
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
-def make_grid(layout: Layout, dp: int, device: torch.device) -> Grid:
+def make_grid(layout: Layout, dp: int, device: torch.device, *, experts: bool = False) -> Grid:
     """Collective over the default process group, which exists unless the world is one process.
 
-    Raises LayoutError where tp x dp x pp isn't the number of processes.
+    experts: whether the model has any. Raises LayoutError where tp x dp x pp isn't the number of processes.
     """
     tp, pp = layout.tp, layout.pp
     world = dist.get_world_size() if dist.is_initialized() else 1
     if tp * dp * pp != world:
         raise LayoutError(f"tp x dp x pp = {tp} x {dp} x {pp} = {tp * dp * pp}, but there are {world} processes")
+    dense = dense_mesh(layout, dp)
+    wanted = {axis: dense.groups(axis) for axis in ("tp", "dp")}
+    if experts:
+        wanted |= {axis: expert_mesh(layout, dp).groups(axis) for axis in ("etp", "ep", "edp")}
     if world == 1:
         return Grid(layout, dp, 0, device)
-    rank = dist.get_rank()
-    at = [[[t + tp * (d + dp * p) for t in range(tp)] for d in range(dp)] for p in range(pp)]
-    columns = [[at[p][d][t] for p in range(pp)] for d in range(dp) for t in range(tp)]
-    tp_group = _own_group([at[p][d] for p in range(pp) for d in range(dp)], rank)
-    dp_group = _own_group([[at[p][d][t] for d in range(dp)] for p in range(pp) for t in range(tp)], rank)
+    rank, columns = dist.get_rank(), dense.groups("pp")
+    if pp > 1:
+        wanted["ends"] = [[column[0], column[-1]] for column in columns]
+    made = _Groups(rank)
+    groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
     grid = Grid(
-        layout, dp, rank, device,
-        world_group=dist.group.WORLD,
-        tp_group=tp_group,
-        dp_group=dp_group,
-        channels=_make_channels(columns, layout, rank, device),
-        tied_group=_own_group([[column[0], column[-1]] for column in columns] if pp > 1 else [], rank),
-    )  # fmt: skip
+        layout, dp, rank, device, {"world": dist.group.WORLD, **groups}, _make_channels(columns, layout, rank, device)
+    )
     _warm_up(grid)
     return grid
 
@@ -134,14 +138,14 @@ def _make_channels(
     """Messages on gloo have tags. NCCL keeps the order of sends between two ranks instead, whatever they are for."""
     used = list(dict.fromkeys(meeting.channel for meeting in meetings(layout.pp, layout.vpp)))
     if device.type == "cuda":
-        return {channel: _own_group(columns, rank) for channel in used}
-    return dict.fromkeys(used, _own_group(columns, rank))
+        return {channel: _Groups(rank).own(columns) for channel in used}
+    return dict.fromkeys(used, _Groups(rank).own(columns)) if used else {}
 
 
 def _warm_up(grid: Grid) -> None:
     """Make every communicator now, in one order on all ranks, not when it is first needed."""
     number = torch.zeros(1, device=grid.device)
-    for group in (grid.world_group, grid.tp_group, grid.dp_group, grid.tied_group):
+    for group in dict.fromkeys(grid.groups.values()):
         comm.all_reduce(number, group)
     for tag, (channel, (sender, receiver)) in enumerate(meetings(grid.layout.pp, grid.layout.vpp)):
         if grid.pp_rank == sender:
@@ -150,15 +154,23 @@ def _warm_up(grid: Grid) -> None:
             comm.receive(number, grid.rank_of_stage(sender), grid.channels[channel], tag).wait()
 
 
-def _own_group(groups: list[list[int]], rank: int) -> ProcessGroup | None:
-    """Make these groups, of which this rank is in one at most; all ranks make all of them, one after the other.
+class _Groups:
+    """Makes groups, each once: axes along which the same ranks lie share one."""
 
-    Members alone could make theirs, but torch would call a group as it called one of the same ranks that was closed before,
-    and find that one's addresses in the store.
-    """
-    own = None
-    for ranks in groups:
-        if len(ranks) > 1:
-            made = dist.new_group(ranks)
-            own = made if rank in ranks else own
-    return own
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def own(self, groups: list[list[int]]) -> ProcessGroup | None:
+        """Of these groups the one that this rank is in; all ranks make all of them, one after the other.
+
+        Members alone could make theirs, but torch would call a group as it called one of the same ranks that was closed before,
+        and find that one's addresses in the store.
+        """
+        own = None
+        for ranks in groups:
+            if len(ranks) > 1:
+                if tuple(ranks) not in self._made:
+                    self._made[tuple(ranks)] = dist.new_group(ranks)
+                own = self._made[tuple(ranks)] if self._rank in ranks else own
+        return own
