@@ -16,6 +16,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
@@ -70,8 +71,10 @@ class Engine:
         """Of each chunk."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
-                self.chunks.append(ModelChunk(plan, chunk))
-            infos = parameter_infos(config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
+                module = ModelChunk(plan, chunk)
+            self.chunks.append(module)
+            kinds = declared(module)
+            infos = parameter_infos(kinds, config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
             self.infos.append(list(infos))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
@@ -87,7 +90,7 @@ class Engine:
         grid = self.grid
         for module, infos in zip(self.chunks, self.infos, strict=True):
             buckets = ChunkBuckets(
-                module, infos, self.dtype, grid.device, grid.group("dp"),
+                module, infos, self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,

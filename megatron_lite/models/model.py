@@ -4,7 +4,7 @@ Activations are [sequence, batch, hidden], or with sequence parallelism this ten
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,6 +20,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.loss import head_loss
 from megatron_lite.models.rotary import Rotary, rotate
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import Keep, Made, Norm, NormColumnLinear, RowLinear, TensorGroup, VocabEmbedding
 from megatron_lite.settings.options import ModelOptions
 
@@ -103,8 +104,8 @@ class SelfAttention(nn.Module):
             norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
         )  # fmt: skip
         norm = (config.attention.head_dim, config.norm.epsilon)
-        self.q_layernorm = Norm(*norm, with_bias=False) if config.attention.qk_norm else None
-        self.k_layernorm = Norm(*norm, with_bias=False) if config.attention.qk_norm else None
+        self.q_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
+        self.k_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
         self.linear_proj = RowLinear(
             sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias
         )
@@ -203,6 +204,12 @@ class Layer(nn.Module):
         return dropped
 
 
+class Positions(nn.Embedding):
+    """A learned vector for each."""
+
+    kinds: ClassVar = {"weight": Kind.OF_TOKENS}
+
+
 class Embedding(nn.Module):
     """Keys, and learned positions where the model has them."""
 
@@ -212,7 +219,7 @@ class Embedding(nn.Module):
         self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
-        self.position_embeddings = nn.Embedding(config.max_positions, config.hidden) if learned else None
+        self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
 
     def forward(self, batch: Microbatch, seed: rng.Seed | None) -> Tensor:
         x: Tensor = self.word_embeddings(batch.tokens.t())
@@ -232,6 +239,8 @@ class Embedding(nn.Module):
 
 class Head(nn.Module):
     """The last matrix, or (weight None) the embedding's in its place."""
+
+    kinds: ClassVar = {"weight": Kind.VOCABULARY}
 
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()

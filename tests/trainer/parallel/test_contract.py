@@ -16,6 +16,7 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.models.model import TRAINED, ModelChunk, make_plan
 from megatron_lite.models.rotary import Rotary
 from megatron_lite.parallel.grid import Grid, make_grid
+from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions
@@ -102,7 +103,9 @@ def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
     grid = Grid(layout, 1, 1, torch.device("cpu"))
     (chunk,) = layout.chunks()
     for sequence in (False, True):
-        infos = list(parameter_infos(config, grid, 0, chunk, 256, sequence=sequence))
+        ranks = TensorGroup(None, 1, 2, sequence)
+        module = ModelChunk(make_plan(config, layout, ModelOptions(), ranks), chunk)
+        infos = list(parameter_infos(declared(module), config, grid, 0, chunk, 256, sequence=sequence))
         partial = {
             info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name
         }
