@@ -63,7 +63,7 @@ def parameter_infos(
     kinds: as the chunk's modules declare them. index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding
     included. sequence: with sequence parallelism.
     """
-    ep_rank = grid.expert_place["ep"] if config.experts.count else 0
+    ep_rank = grid.rank_along("ep") if config.experts.count else 0
     table = family(config.family).rows
     natives = native_tensors(table, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank)
     named = {native.name: native for native in natives if native.copy is None or native.copy.written}

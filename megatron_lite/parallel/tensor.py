@@ -178,6 +178,21 @@ class NormColumnLinear(nn.Module):
         return self.keep(norm, x, lambda normed: column_linear(normed, self.weight, self.bias, self.ranks))
 
 
+class ColumnLinear(nn.Module):
+    """A column-sharded matrix alone."""
+
+    kinds: ClassVar = {"weight": Kind.SHARDED}
+
+    def __init__(self, width: int, out: int, ranks: TensorGroup) -> None:
+        """out: this rank's rows."""
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(out, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(x, self.weight, None, self.ranks)
+
+
 class RowLinear(nn.Module):
     """A row-sharded matrix; its bias is added once, after the sum."""
 
