@@ -32,8 +32,8 @@ REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
     "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
-    "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles", "profile_step_end": "profiles",
-    "profile_step_start": "profiles",
+    "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles",
+    "profile_step_end": "profiles", "profile_step_start": "profiles",
 }  # fmt: skip
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
@@ -122,7 +122,7 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
     if options.get("metavar") is None:
         options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
     if item.default not in (None, False):
-        text += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"
+        text += f" [{_shown(item.default)}]"
     short = [item.metadata["short"]] if item.metadata["short"] else []
     group.add_argument(
         "--" + name.replace("_", "-"),
@@ -132,6 +132,13 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
         help=text.replace("%", "%%"),
         **options,
     )
+
+
+def _shown(default: Any) -> str:
+    """As a command line would say it."""
+    if isinstance(default, tuple):
+        return " ".join(map(_shown, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _element(hint: Any) -> Any:
@@ -245,7 +252,7 @@ def flag_table() -> str:
             item = flags()[name][1]
             words = " · ".join(f"`{word}`" for word in item.metadata["choices"])
             text = item.metadata["help"].replace("|", "\\|") + (f" ({words})" if words else "")
-            default = "" if item.default in (None, False) else f"`{item.default}`"
+            default = "" if item.default in (None, False) else f"`{_shown(item.default)}`"
             short = f", `{item.metadata['short']}`" if item.metadata["short"] else ""
             lines.append(f"| `--{name.replace('_', '-')}`{short} | {text} | {default} |")
     return "\n".join(lines) + "\n"
