@@ -88,16 +88,17 @@ class GlobalModel:
     def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
         whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-        # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
+        # Local layers take Transformer Engine's names for their keys, but with latent attention and in hybrids keep their own.
         naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
-        if local and config.latent.kv_rank:
+        if local and (config.latent.kv_rank or config.has("mamba_layers")):
             naming, renamed = CORE_LOCAL, False
         natives = [
             native
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if native.copy is None or native.copy.written
         ]
-        stacked = not (config.experts.count and config.layers_with("dense")) and not config.has("linear_layers")
+        alike = not (config.experts.count and config.layers_with("dense"))
+        stacked = alike and not config.has("linear_layers") and not config.has("mamba_layers")
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in chain.from_iterable(map(pieces, natives)):
