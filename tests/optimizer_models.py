@@ -78,4 +78,6 @@ def trained(weights: dict[str, torch.Tensor], *, float16: bool, kind: str = "ada
         }
     if not float16:
         return inner
-    return {"optimizer": inner, "fp32_from_fp16_params": [[m.detach() for m in group["params"]] for group in groups]}
+    in_16_bits = {id(masters[name]) for name, tensor in weights.items() if tensor.dtype != torch.float32}
+    copies = [[m.detach() for m in group["params"] if id(m) in in_16_bits] for group in groups]
+    return {"optimizer": inner, "fp32_from_fp16_params": copies}

@@ -146,7 +146,7 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
             open_checkpoint(path)
 
     @given(configs())
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     def models(config: ModelConfig) -> None:
         args = Namespace(**arguments(config))
         read_layout(args, from_arguments(args, found_in_tensors(config)))
@@ -220,7 +220,7 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rea
 OTHER: dict[str, tuple[object, ...]] = {
     "moe_router_load_balancing_type": ("sinkhorn", ["aux_loss", "sinkhorn"], "quantile_balancing"),
     "softmax_type": ("off-by-one",),
-    "spec": (["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],),
+    "spec": (["megatron.core.models.retro.decoder_spec", "get_retro_decoder_block_spec"],),
     "mrope_section": ([16, 24, 24],),
     "moe_expert_capacity_factor": (1.0,),
 }

@@ -40,7 +40,9 @@ from tests.strategies import (
     has_experts,
     has_latent_attention,
     has_linear_attention,
+    has_mamba,
     has_mtp,
+    hybrid_fields,
     sharded_models,
     speaks_of,
 )
@@ -90,6 +92,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "linear.conv": 4,
         }
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
+    if has_mamba(family):
+        return changed(config, hybrid_fields("M*-E"))
     if not has_experts(family):
         return config
     if has_latent_attention(family):
@@ -195,8 +199,8 @@ def split(native: NativeTensor, joined: NDArray[np.int64], into: Labels) -> None
 @pytest.mark.parametrize(("family", "naming"), SPELLED)
 def test_native_names_are_unique_and_shapes_evaluate(family: str, naming: Naming) -> None:
     config = everything(family, naming)
-    names = [native.name for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(2,)))]
-    shapes = [native.shape for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(2,)))]
+    natives = [native for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(config.layer_count,)))]
+    names, shapes = [native.name for native in natives], [native.shape for native in natives]
     assert len(names) == len(set(names)) > 10
     assert all("{" not in name for name in names)
     assert all(size > 0 for shape in shapes for size in shape)

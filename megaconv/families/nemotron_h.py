@@ -143,13 +143,14 @@ _KEYS = (
             *routed_experts(count=8, per_token=2, width=7688),
             size("moe_shared_expert_intermediate_size", "experts.shared_ffn", 7688),
             *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
+            Keys((), lambda raw: SIGMOID, lambda config: {}),
         ),
     ),
     Keys(("time_step_limit",), _time_step_limit, lambda config: {}),
     Keys(("num_nextn_predict_layers", "mtp_layers_block_type"), lambda raw: {}, lambda config: {}),
     *model_keys(tied=False, tokens=(1, 2, 0)),
 )
-_FIXED = {**SQUARED_RELU, **SIGMOID, "positions.kind": "none", "norm.kind": "RMSNorm", "norm.epsilon": 1e-5}
+_FIXED = {**SQUARED_RELU, "positions.kind": "none", "norm.kind": "RMSNorm", "norm.epsilon": 1e-5}
 _ONLY = {
     **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "use_conv_bias": True, "sliding_window": None},
     **dict.fromkeys(("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"), False),

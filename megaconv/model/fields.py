@@ -152,9 +152,8 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
         without_effect |= {name for name in FIELDS if name.startswith("mamba.")}
     if not config.experts.count:
         without_effect |= {name for name in FIELDS if name.startswith("experts.") and name != "experts.count"}
-        if all(kind.mlp != "none" for kind in config.layers):
-            without_effect.add("layers.mlp")
-    if not config.layers_with("dense"):
+        values["layers.mlp"] = one_or_each(tuple("none" if kind.mlp == "none" else "dense" for kind in config.layers))
+    if config.experts.count and not config.layers_with("dense"):
         without_effect.add("mlp.ffn")
     if values["experts.groups"] == 1:
         without_effect |= {"experts.groups", "experts.group_topk"}

@@ -15,11 +15,8 @@ from megaconv.model.fields import one_or_each
 _KINDS = {"M": ("mamba", "none"), "*": ("attention", "none"), "-": ("none", "dense"), "E": ("none", "experts")}
 """(mixer, MLP) of a layer."""
 _SYMBOLS = {kind: symbol for symbol, kind in _KINDS.items()}
-
-
-def has_pattern(config: ModelConfig) -> bool:
-    """Whether each layer is a mixer or an MLP alone."""
-    return all((kind.mixer, kind.mlp) in _SYMBOLS for kind in config.layers)
+SYMBOLS = {"M": "Mamba 2", "*": "attention", "-": "MLP", "E": "experts"}
+"""For people."""
 
 
 def pattern_of(config: ModelConfig) -> str:

@@ -125,7 +125,13 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
 def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     names = [native.name for native in natives]
     known = extra_states(names, CORE_LOCAL if local else CORE)
-    modules = [name for name in known if is_of_linear_layer(name) or not (local or "output_layer" in name)]
+    # Of the head GPTModel leaves it out, MambaModel doesn't.
+    with_head = "decoder.final_norm.weight" in names
+    modules = [
+        name
+        for name in known
+        if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
+    ]
     if not local:
         norms = ("q_layernorm.weight", "k_layernorm.weight")
         modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]
