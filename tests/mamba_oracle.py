@@ -117,35 +117,36 @@ def convolve_and_scan(
     conv_weight: "torch.Tensor",
     conv_bias: "torch.Tensor",
     dt_bias: "torch.Tensor",
-    A: "torch.Tensor",
-    D: "torch.Tensor",
+    decay: "torch.Tensor",
     *,
     headdim: int,
     ngroups: int,
     **settings: Any,
 ) -> "torch.Tensor":
-    """projected: [batch, positions, z + x + B + C + dt]; returns [batch, positions, heads * headdim], gated by z."""
+    """projected: [batch, positions, z + x + B + C + dt]; decay: A, below 0. Returns [batch, positions, heads * headdim], gated by z."""
     import torch
     from torch.nn.functional import conv1d, pad, silu, softplus
 
+    skip: torch.Tensor = settings["D"]
     assert (settings["activation"], settings["norm_before_gate"], settings["seq_idx"]) == ("silu", False, None)
-    (heads,), (channels, kernel), (batch, positions, _) = A.shape, conv_weight.shape, projected.shape
+    (heads,), (channels, kernel), (batch, positions, _) = decay.shape, conv_weight.shape, projected.shape
     z, mixed, dt = projected.split([heads * headdim, channels, heads], -1)
     padded = pad(mixed.transpose(1, 2), (kernel - 1, 0))
     mixed = silu(conv1d(padded, conv_weight[:, None], conv_bias, groups=channels)).transpose(1, 2)
     state_size = (channels - heads * headdim) // (2 * ngroups)
-    x, B, C = mixed.split([heads * headdim, ngroups * state_size, ngroups * state_size], -1)
+    x, into, out = mixed.split([heads * headdim, ngroups * state_size, ngroups * state_size], -1)
     x = x.reshape(batch, positions, heads, headdim)
-    B, C = (
-        each.reshape(batch, positions, ngroups, state_size).repeat_interleave(heads // ngroups, 2) for each in (B, C)
+    into, out = (
+        each.reshape(batch, positions, ngroups, state_size).repeat_interleave(heads // ngroups, 2)
+        for each in (into, out)
     )
     dt = softplus(dt + dt_bias)
     state, outputs = x.new_zeros(batch, heads, headdim, state_size), []
     for position in range(positions):
         now = dt[:, position]
-        written = (now[..., None] * x[:, position])[..., None] * B[:, position, :, None]
-        state = state * (now * A).exp()[..., None, None] + written
-        outputs.append((state * C[:, position, :, None]).sum(-1) + D[:, None] * x[:, position])
+        written = (now[..., None] * x[:, position])[..., None] * into[:, position, :, None]
+        state = state * (now * decay).exp()[..., None, None] + written
+        outputs.append((state * out[:, position, :, None]).sum(-1) + skip[:, None] * x[:, position])
     return torch.stack(outputs, 1).reshape(z.shape) * silu(z)
 
 

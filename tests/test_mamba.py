@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import megaconv
 from formats import torch_dist
@@ -15,7 +15,7 @@ from megaconv.errors import LayoutError, NotExpressible, UnknownFamily
 from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, read_rank_file
-from tests.optimizer_models import write_trained
+from tests.optimizer_models import write_trained_mamba
 from tests.runs import assert_refused, run
 from tests.test_families import assert_same, weights_of, write_model
 from tests.transformers_oracle import compute, load
@@ -54,8 +54,8 @@ def test_transformers_and_megatron_compute_from_ours_what_megatron_computed(mega
     tokens, expected = stored["input_ids"], stored["logits"]
     megaconv.convert(REAL, tmp_path / "hf", saver="hf", config=REAL / "hf")
     assert (compute(load(tmp_path / "hf"), tokens) - expected).abs().max().item() < 1e-4
-    options: dict[str, Any] = {"transformer_impl": "local", "pp": 3, "tp": 1, "vocab_divisor": 4}
-    megaconv.convert(REAL, tmp_path / "core", saver="core", config=REAL / "hf", **options)
+    options: dict[str, Any] = {"transformer_impl": "local", "pp": 2, "layer_split": (1, 2), "tp": 2}
+    megaconv.convert(REAL, tmp_path / "core", saver="core", config=REAL / "hf", vocab_divisor=2, **options)
     logits = megatron.logits(tmp_path / "core", tokens)[..., : expected.shape[-1]]
     assert (logits - expected).abs().max().item() < 1e-4
 
@@ -160,21 +160,14 @@ def test_experts_among_layers_of_transformer_engine_are_grouped(hf: Path, tmp_pa
 # Optimizer state.
 
 
-def write_trained_hybrid(root: Path) -> Path:
-    """A rank file with optimizer state, of a model without experts."""
-    hf = write_model(root / "hf", "nemotron_h", hybrid_override_pattern="M-*")
-    weights = weights_of(hf)
-    in_fp32 = {name: tensor.float() for name, tensor in weights.items() if name.endswith(("A_log", ".D"))}
-    save_file(weights | in_fp32, hf / "model.safetensors", metadata={"format": "pt"})
-    return write_trained(hf, root / "trained")
-
-
 @pytest.mark.parametrize(
-    "options", [{"tp": 2, "pp": 3}, {"ckpt_format": "torch_dist", "tp": 2}, {"tp": 2, "distributed_optimizer": True}], ids=str
+    "options",
+    [{"tp": 2, "pp": 3}, {"ckpt_format": "torch_dist", "tp": 2}, {"tp": 2, "distributed_optimizer": True}],
+    ids=str,
 )
 def test_optimizer_state_goes_along_of_parameters_in_fp32_too(options: dict[str, Any], tmp_path: Path) -> None:
-    """Megatron holds A_log and D in fp32, so that they have no second copy in the optimizer."""
-    source = write_trained_hybrid(tmp_path)
+    """Megatron core makes A_log and D in fp32; its Float16Module leaves nothing in it, those of others may."""
+    source = write_trained_mamba(tmp_path, fp32=("A_log", ".D"))
     before = megaconv.fingerprint(source)
     megaconv.convert(source, tmp_path / "out", saver="core", verify=True, **options)
     megaconv.convert(tmp_path / "out", tmp_path / "back", saver="core", transformer_impl="local", tp=1, pp=1)
@@ -240,7 +233,9 @@ def test_older_and_newer_words_of_config_json_mean_the_same(words: dict[str, Any
         ("mamba_proj_bias", True, UnknownFamily),
     ],
 )
-def test_what_megatron_has_no_place_for_is_refused_by_name(key: str, value: Any, error: type[Exception], hf: Path) -> None:
+def test_what_megatron_has_no_place_for_is_refused_by_name(
+    key: str, value: Any, error: type[Exception], hf: Path
+) -> None:
     raw = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(raw | {key: value}))
     with pytest.raises(error, match=key):

@@ -416,6 +416,8 @@ def create(variant: Variant, directory: Path) -> None:
     sizes = {**GPT2_SIZES} if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
     if any(name in variant.settings for name in OTHER_EPSILONS):
         del sizes["rms_norm_eps"]
+    if variant.model_type == "nemotron_h":  # whose epsilon is Megatron's own, and which knows no positions
+        del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -95,7 +95,9 @@ def _pattern(raw: Raw) -> str:
 def _read_layers(raw: Raw) -> Fields:
     pattern, layers = _pattern(raw), raw.get("num_hidden_layers")
     if layers is not None and layers != len(pattern):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: num_hidden_layers is {layers!r}, its pattern has {len(pattern)} layers")
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: num_hidden_layers is {layers!r}, its pattern has {len(pattern)} layers"
+        )
     return layer_fields(pattern, f"{CONFIG_NAME}: hybrid_override_pattern")
 
 
@@ -152,7 +154,13 @@ _KEYS = (
 )
 _FIXED = {**SQUARED_RELU, "positions.kind": "none", "norm.kind": "RMSNorm", "norm.epsilon": 1e-5}
 _ONLY = {
-    **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "use_conv_bias": True, "sliding_window": None},
+    **{
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "sliding_window": None,
+    },
     **dict.fromkeys(("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"), False),
     **{"layer_norm_epsilon": 1e-5, "time_step_min": 0.001, "n_shared_experts": 1, "moe_latent_size": None},
 }

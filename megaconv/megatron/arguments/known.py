@@ -59,7 +59,9 @@ READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""
 
 LIMITED: Mapping[str, Limit] = {
-    "position_embedding_type": Limit((None, "rope", "yarn", "learned_absolute", "relative", "none"), "how positions enter"),
+    "position_embedding_type": Limit(
+        (None, "rope", "yarn", "learned_absolute", "relative", "none"), "how positions enter"
+    ),
     "normalization": Limit((None, "RMSNorm", "LayerNorm"), "the kind of norm"),
     "rope_type": Limit((None, "rope", "yarn"), "how the rotations of latent attention are scaled"),
     "experimental_attention_variant": Limit((None, "gated_delta_net"), "another attention, such as a sparse one"),

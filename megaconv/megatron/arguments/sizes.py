@@ -260,7 +260,9 @@ def _find_mlp(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors)
     widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
     # A gated layer has two rows in its first matrix for every column of its second; where all have experts, a shared one shows it.
     pairs = ((fc1, fc2), ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"))
-    both = [(layer[up], layer[down]) for up, down in pairs for layer in layers.values() if up in layer and down in layer]
+    both = [
+        (layer[up], layer[down]) for up, down in pairs for layer in layers.values() if up in layer and down in layer
+    ]
     return ({"mlp.ffn": widths[0]} if widths else {}) | {
         "mlp.gated": all(first.shape[0] == 2 * second.shape[-1] for first, second in both),
     }

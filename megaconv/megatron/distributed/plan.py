@@ -128,9 +128,7 @@ def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> I
     # Of the head GPTModel leaves it out, MambaModel doesn't.
     with_head = "decoder.final_norm.weight" in names
     modules = [
-        name
-        for name in known
-        if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
+        name for name in known if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
     ]
     if not local:
         norms = ("q_layernorm.weight", "k_layernorm.weight")
