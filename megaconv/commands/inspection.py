@@ -154,7 +154,7 @@ def _positions(config: ModelConfig) -> str:
     if config.positions.kind == "relative":
         return f"relative, {config.positions.buckets} buckets up to {config.positions.max_distance}"
     if config.positions.kind == "none":
-        return f"{config.max_positions:,}, none embedded"
+        return f"{config.max_positions:,}, no position embedding"
     return f"{config.max_positions:,}, {config.positions.kind}"
 
 

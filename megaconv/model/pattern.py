@@ -15,7 +15,7 @@ from megaconv.model.fields import one_or_each
 _KINDS = {"M": ("mamba", "none"), "*": ("attention", "none"), "-": ("none", "dense"), "E": ("none", "experts")}
 """(mixer, MLP) of a layer."""
 _SYMBOLS = {kind: symbol for symbol, kind in _KINDS.items()}
-SYMBOLS = {"M": "Mamba 2", "*": "attention", "-": "MLP", "E": "experts"}
+SYMBOLS = {"M": "Mamba 2", "*": "attention", "-": "MLP", "E": "MoE"}
 """For people."""
 
 

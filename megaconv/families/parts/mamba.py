@@ -60,7 +60,7 @@ MAMBA_SIZES: tuple[Keys, ...] = (
 """With transformers' own defaults."""
 
 _WORDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
-"""For a layer, before transformers 5.2x and since; files on the Hub have symbols."""
+"""For a layer, as transformers 5.23 and releases before it write them; files on the Hub have symbols."""
 
 
 def _pattern(raw: Raw) -> str:
