@@ -53,6 +53,8 @@ EXPERT_KEYS: dict[str, Raw] = {
                    "layer_types": ["sliding_attention", "full_attention"] * 2},
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "llama4": {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 72, "moe_layers": [1, 3],
+               "no_rope_layers": [1, 1, 0, 1]},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
@@ -250,12 +252,35 @@ DEEPSEEKS = (
 
 
 @st.composite
+def a_llama4(draw: Draw, config: ModelConfig) -> ModelConfig:
+    """With one expert a token; Megatron's yarn is for heads that rotate by halves."""
+    layers = range(config.layer_count)
+    with_experts, rotating = (draw(st.sets(st.sampled_from(layers), min_size=1)) for _ in range(2))
+    return changed(
+        config,
+        {
+            **families()["llama4"].fixed,
+            "experts.per_token": 1,
+            "experts.shared_ffn": config.experts.ffn,
+            "layers.mlp": per_layer(with_experts, len(layers), "experts", "dense"),
+            "layers.rotates": per_layer(rotating, len(layers), True, False),
+            "attention.qk_l2_norm": draw(st.booleans()),
+            "positions.scaling": None,
+        },
+    )
+
+
+@st.composite
 def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     """The model with experts, as its family has them."""
-    name, experts, moe_ffn = config.family, draw(st.integers(1, 9)), draw(st.integers(1, 99))
-    config = changed(
-        config, {"experts.count": experts, "experts.per_token": draw(st.integers(1, experts)), "experts.ffn": moe_ffn}
-    )
+    name, moe_ffn = config.family, draw(st.integers(1, 99))
+    # Megatron leaves the weight of a single expert that was chosen by sigmoid scores as it is.
+    least = 2 if families()[name].fixed.get("experts.score") == "sigmoid" else 1
+    experts = draw(st.integers(least, 9))
+    per_token = draw(st.integers(least, experts))
+    config = changed(config, {"experts.count": experts, "experts.per_token": per_token, "experts.ffn": moe_ffn})
+    if name == "llama4":
+        return draw(a_llama4(config))
     if name in ("mixtral", "gpt_oss", "olmoe", "minimax_m2"):
         config = changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
         if name == "minimax_m2":
@@ -370,7 +395,7 @@ def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
     windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
     config = changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
     scaling = config.positions.scaling
-    if (scaling or {}).get("rope_type") == "llama3":
+    if (scaling or {}).get("rope_type") == "llama3" or (scaling or {}).get("factor") == 1:
         scaling = None
     local = config.positions.theta if scaling else draw(st.sampled_from((None, 12345.5, 100.0)))
     return changed(config, {"positions.scaling": scaling, "positions.local_theta": local})
@@ -462,7 +487,7 @@ def configs(draw: Draw) -> ModelConfig:
             config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
         qk_norm = name == "glm4_moe" and draw(st.booleans())
         return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
-    if name == "ernie4_5_moe":
+    if name in ("ernie4_5_moe", "llama4"):
         return config
     if name in ("dots1", "hy_v3", "exaone_moe"):
         config = changed(config, {"attention.qk_norm": True})

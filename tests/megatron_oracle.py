@@ -260,7 +260,11 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     config = transformer_config(args)
     spec = (
         get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual_stage
+            config,
+            use_transformer_engine=False,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=virtual_stage,
         )
         if args.num_experts or delta_net_oracle.layers(args)
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
@@ -293,6 +297,8 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     ).eval()
     if bases[0] is not None:
         custom_layers.give_windows_their_own_rope(chunk, args)
+    if args.qk_l2_norm and args.no_rope_freq:
+        custom_layers.norm_only_what_rotates(chunk, args)
     if chunk.post_process and getattr(args, "final_logit_softcapping", None):
         custom_layers.cap_logits(chunk, args.final_logit_softcapping)
     return chunk

@@ -148,6 +148,17 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
     if config.model_type in ("mixtral", "olmoe", "minimax_m2"):
         experts = {"experts.count": config.num_local_experts, "experts.ffn": config.intermediate_size}
         return experts | {"experts.per_token": config.num_experts_per_tok, "moe_layers": None}
+    if config.model_type == "llama4_text":
+        return {
+            "experts.count": config.num_local_experts,
+            "experts.per_token": config.num_experts_per_tok,
+            "experts.ffn": config.intermediate_size,
+            "experts.shared_ffn": config.intermediate_size,
+            "mlp.ffn": config.intermediate_size_mlp,
+            "moe_layers": None if config.moe_layers == list(layers) else tuple(config.moe_layers),
+            "rotates": [bool(word) for word in config.no_rope_layers],
+            "attention.qk_l2_norm": config.use_qk_norm,
+        }
     if config.model_type == "gpt_oss":
         biases = {"attention.qkv_bias": config.attention_bias, "mlp.bias": True}
         experts = {
@@ -280,6 +291,7 @@ TRANSFORMERS_CANNOT = (
     ),
     *((name, "num_key_value_heads") for name in ("glm4_moe_lite", "stablelm", "starcoder2")),
     *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
+    *(("llama4", key) for key in ("num_key_value_heads", "head_dim")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
     *((name, "eos_token_id") for name in ("glm", "glm4")),  # for which its class has tokens of its own
     *((name, key) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe") for key in ("num_key_value_heads", "head_dim")),

@@ -146,7 +146,7 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
             open_checkpoint(path)
 
     @given(configs())
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     def models(config: ModelConfig) -> None:
         args = Namespace(**arguments(config))
         read_layout(args, from_arguments(args, found_in_tensors(config)))
@@ -343,9 +343,9 @@ def test_a_config_json_beside_it_hides_nothing(edited: Callable[[dict[str, Any]]
     run(
         "convert", "--load-dir", FIXTURES / LLAMA_FIXTURE / "checkpoint", "--saver", "hf", "--save-dir", tmp_path / "hf"
     )
-    path = edited({"qk_l2_norm": True})
+    path = edited({"export_qk_l2_norm": True})
     (tmp_path / "hf").rename(path / "hf")
-    assert_refused(run("inspect", path), 3, "qk_l2_norm")
+    assert_refused(run("inspect", path), 3, "export_qk_l2_norm")
 
 
 def test_the_commands_say_nothing_of_what_is_harmless(

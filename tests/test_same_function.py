@@ -43,6 +43,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
 """What has to change with a field for the model to be one at all."""
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
+    "experts.count": ("experts.shared_ffn",),
     "hidden": ("embedding_scale", "attention.head_dim"),
     "layers.window": ("layers.rotates",),
     "attention.qkv_bias": ("attention.o_bias",),

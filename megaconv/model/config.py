@@ -38,6 +38,8 @@ class Attention:
     """Whether q and k are normed before they rotate."""
     qk_norm_width: str = "head"
     """What one such norm is over: each `head` alone, or `all` heads of a projection at once."""
+    qk_l2_norm: bool = False
+    """Whether q and k of layers that rotate are divided by the root of the mean of their squares: a norm without weights."""
     sinks: bool = False
     """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
     scale: float | None = None
@@ -149,6 +151,8 @@ class Experts:
     """Experts are chosen from the best group_topk of `groups` groups; None without groups."""
     router_bias: bool = False
     """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
+    probs_on_input: bool = False
+    """Whether those weights scale what experts are given, and not what they give."""
 
 
 @dataclass(frozen=True)
@@ -331,6 +335,7 @@ FEATURES: Mapping[str, Holds] = {
     "o_bias": lambda config, kind, layer: config.attention.o_bias,
     "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
     "wide_qk_norm": lambda config, kind, layer: config.attention.qk_norm and config.attention.qk_norm_width == "all",
+    "qk_l2_norm": lambda config, kind, layer: config.attention.qk_l2_norm,
     "qkv_alone": lambda config, kind, layer: config.attention.qkv_bias and not config.attention.o_bias,
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
@@ -356,6 +361,7 @@ FEATURES: Mapping[str, Holds] = {
     "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,
     "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
     "router_bias": lambda config, kind, layer: config.experts.router_bias,
+    "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
     "token_types": lambda config, kind, layer: config.token_types > 0,
     "binary_head": lambda config, kind, layer: config.head.binary,

@@ -35,7 +35,8 @@ _READ = """
     rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int
-    attention_output_gate qk_layernorm experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
+    attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input
+    experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
@@ -75,7 +76,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "softmax_type": Limit(
         (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, which no tensor shows"
     ),
-    "qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
     "mrope_section": Limit((None,), "rotary positions have three parts, for time, height and width"),
     "activation_func": Limit((None,), "an activation that no argument of Megatron-LM's own stands for"),
     "use_te_activation_func": Limit(
@@ -93,9 +93,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "moe_router_force_load_balancing": Limit((None, False), "experts are chosen at random", only="experts"),
     "moe_router_force_biased": Limit((None,), "experts are chosen with a random bias", only="experts"),
     "moe_input_jitter_eps": Limit((None,), "routers see their input with noise, when the model is used too", only="experts"),
-    "moe_apply_probs_on_input": Limit(
-        (None, False), "experts' inputs are multiplied by the routers' weights, not their outputs", only="experts"
-    ),
     "moe_token_dropping": Limit((None, False), "experts drop tokens", only="experts"),
     "moe_expert_capacity_factor": Limit(
         (None, -1), "experts drop tokens beyond their capacity, when the model is used too", only="experts"

@@ -82,6 +82,10 @@ def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]
         "the model has the approximate gelu in an MLP without biases; Megatron has it only fused with a bias",
     )
     yield (
+        config.attention.qk_l2_norm and (legacy or config.has("mla")),
+        "the model divides q and k by their L2 norm, which Megatron core has for attention with heads of keys alone",
+    )
+    yield (
         legacy and (config.has("interleaved") or config.has("skips_rope")),
         "the model has rotary positions of neighbouring elements, or not in all layers, which Megatron's legacy models don't "
         "know: choose --saver core",
@@ -116,6 +120,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": config.mlp.bias,
         "add_qkv_bias": config.attention.qkv_bias,
         "qk_layernorm": config.attention.qk_norm,
+        "qk_l2_norm": config.attention.qk_l2_norm,
         "attention_output_gate": config.attention.output_gate,
         "softmax_type": "learnable" if config.attention.sinks else "vanilla",
         "swiglu": config.mlp.gated and config.mlp.activation == "silu",
@@ -138,8 +143,15 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
-    if config.experts.score == "sigmoid" and not config.experts.renormalize:
-        raise NotExpressible("Megatron's sigmoid router makes the experts' weights sum up to 1, this model's doesn't")
+    if config.experts.score == "sigmoid" and config.experts.renormalize != (config.experts.per_token > 1):
+        raise NotExpressible(
+            "Megatron's sigmoid router makes the weights of several experts sum up to 1, and leaves that of a single one as it is; "
+            f"this model's, with {config.experts.per_token} a token, has experts.renormalize = {config.experts.renormalize}"
+        )
+    if config.experts.probs_on_input and config.experts.per_token > 1:
+        raise NotExpressible(
+            f"the model scales the input of {config.experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
+        )
     if (config.experts.groups or 1) > 1 and config.experts.per_token // (config.experts.group_topk or 1) != 2:
         raise NotExpressible(
             "Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best 2: "
@@ -158,6 +170,7 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         "moe_router_score_function": config.experts.score,
         "moe_router_pre_softmax": config.experts.score == "softmax" and not config.experts.renormalize,
         "moe_router_topk_scaling_factor": config.experts.scale,
+        "moe_apply_probs_on_input": config.experts.probs_on_input,
         "moe_router_enable_expert_bias": config.experts.router_bias,
         "moe_router_num_groups": config.experts.groups,
         "moe_router_group_topk": config.experts.group_topk,
