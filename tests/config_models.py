@@ -42,9 +42,12 @@ LINEAR_KEYS: Raw = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 2,
 }
+INDEXER_KEYS: Raw = {"index_n_heads": 3, "index_head_dim": 6, "index_topk": 5}
 EXPERT_KEYS: dict[str, Raw] = {
     "deepseek_v2": LATENT_KEYS,
     "deepseek_v3": {**LATENT_KEYS, "n_group": 3, "topk_group": 2},
+    "deepseek_v32": {**LATENT_KEYS, **INDEXER_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "glm_moe_dsa": {**LATENT_KEYS, **INDEXER_KEYS, **MLP_KINDS},
     "glm4_moe_lite": {**LATENT_KEYS, **MLP_KINDS, "head_dim": LATENT_KEYS["qk_rope_head_dim"]},
     "dots1": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
     "solar_open": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
@@ -245,7 +248,7 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 
 
 DEEPSEEKS = (
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
     *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe"),
 )
 """Families whose experts are described in DeepSeek's manner."""
@@ -359,6 +362,14 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
     )
 
 
+@st.composite
+def with_indexer(draw: Draw, config: ModelConfig) -> ModelConfig:
+    sizes = {name: draw(st.integers(1, 9)) for name in ("latent.q_rank", "indexer.heads", "indexer.topk")}
+    width = config.latent.rope_dim + draw(st.integers(0, 4))
+    turning = {"indexer.interleaved": config.family == "glm_moe_dsa"}
+    return changed(config, {**sizes, **turning, "indexer.head_dim": width})
+
+
 QKV_BIAS: Raw = {"attention.qkv_bias": True}
 ALL_BIASES: Raw = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
 CHOICES: dict[str, tuple[Raw, ...]] = {
@@ -452,8 +463,9 @@ def configs(draw: Draw) -> ModelConfig:
         return draw(gemmas(config))
     if name in CHOICES:
         return draw(one_of_choices(config))
-    if name.startswith("deepseek") or name == "glm4_moe_lite":
-        return draw(with_latent_attention(draw(with_experts(config))))
+    if name.startswith("deepseek") or name in ("glm4_moe_lite", "glm_moe_dsa"):
+        config = draw(with_latent_attention(draw(with_experts(config))))
+        return draw(with_indexer(config)) if name in ("deepseek_v32", "glm_moe_dsa") else config
     if name == "mistral":
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tests import custom_layers, delta_net_oracle, encoder_oracle
+from tests import custom_layers, delta_net_oracle, encoder_oracle, sparse_oracle
 from tests.custom_layers import CORES_OWN, Needs
 
 if TYPE_CHECKING:
@@ -270,6 +270,7 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
     custom_layers.adapt(spec, needs, args)
+    sparse_oracle.put_into(spec, args)
     bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
     # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
     factor = args.rope_scaling_factor if bases[0] is not None and args.position_embedding_type == "rope" else 1.0

@@ -51,6 +51,7 @@ DEEPSEEK = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+INDEXER = {"index_n_heads": 2, "index_head_dim": 6, "index_topk": 3}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 DELTA_NET = {
     "linear_num_key_heads": 2,
@@ -81,6 +82,8 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    "deepseek_v32": {**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    "glm_moe_dsa": {**DEEPSEEK, **INDEXER, "num_nextn_predict_layers": 1},
     "glm4_moe": {**DEEPSEEK, "num_nextn_predict_layers": 2, "num_key_value_heads": 2},
     "gpt_oss": EXPERTS,
     "llama4": {"num_local_experts": 4, "intermediate_size_mlp": 16, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]},

@@ -49,7 +49,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
-    is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] == "glm4_moe_lite"
+    is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] in ("glm4_moe_lite", "glm_moe_dsa")
     latent = latent_as_transformers_has_it(config) if is_latent else {}
     return {
         "layers.count": config.num_hidden_layers,
@@ -140,6 +140,16 @@ def latent_as_transformers_has_it(config: Any) -> Raw:
         "latent.kv_rank": config.kv_lora_rank,
         "latent.q_rank": config.q_lora_rank or 0,
         "mtp_layers": getattr(config, "num_nextn_predict_layers", 0),
+        **(
+            {
+                "indexer.heads": config.index_n_heads,
+                "indexer.head_dim": config.index_head_dim,
+                "indexer.topk": config.index_topk,
+                "indexer.interleaved": config.model_type == "glm_moe_dsa",
+            }
+            if hasattr(config, "index_topk")
+            else {}
+        ),
     }
 
 
@@ -289,8 +299,11 @@ TRANSFORMERS_CANNOT = (
         (name, "num_key_value_heads")
         for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")
     ),
-    *((name, "num_key_value_heads") for name in ("glm4_moe_lite", "stablelm", "starcoder2")),
-    *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
+    *(
+        (name, "num_key_value_heads")
+        for name in ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "stablelm", "starcoder2")
+    ),
+    *((name, "head_dim") for name in ("deepseek_v32", "glm", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "solar_open")),
     *(("llama4", key) for key in ("num_key_value_heads", "head_dim")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
     *((name, "eos_token_id") for name in ("glm", "glm4")),  # for which its class has tokens of its own

@@ -32,6 +32,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "latent.kv_rank": {"latent.rope_dim": 2, "latent.v_dim": 3},
     "experts.count": {"experts.ffn": 8, "experts.per_token": 1},
     "layers.count": {"layers.mlp": "dense", "layers.window": None, "layers.mixer": "attention"},
+    "indexer.heads": {"indexer.head_dim": 8, "indexer.topk": 4},
     "layers.mixer": {
         "linear.key_heads": 2,
         "linear.value_heads": 4,

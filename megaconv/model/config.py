@@ -79,6 +79,19 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Of latent attention, which then is sparse: it chooses the positions that a token attends to (DeepSeek V3.2); all 0 without."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Of which `latent.rope_dim` elements rotate."""
+    topk: int = 0
+    """Positions that are chosen for each token."""
+    interleaved: bool = False
+    """Whether an element rotates with its neighbour, and not with the one half of those that rotate further."""
+
+
+@dataclass(frozen=True)
 class Positions:
     """How a model knows a token's position."""
 
@@ -192,6 +205,7 @@ class ModelConfig:
     norm: Norm = field(default_factory=Norm)
     positions: Positions = field(default_factory=Positions)
     latent: LatentAttention = field(default_factory=LatentAttention)
+    indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
@@ -233,6 +247,10 @@ class ModelConfig:
                 f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
             )
             raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
+        indexer = self.indexer
+        if indexer.heads and not (latent.q_rank and indexer.head_dim >= latent.rope_dim > 0 and indexer.topk > 0):
+            what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
+            raise CorruptCheckpoint(f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate")
         self._check_linear()
 
     def _check_linear(self) -> None:
@@ -307,6 +325,8 @@ SIZES: Mapping[str, Size] = {
     "q_rank": Size("latent.q_rank"),
     "rope_dim": Size("latent.rope_dim"),
     "v_dim": Size("latent.v_dim"),
+    "index_heads": Size("indexer.heads"),
+    "index_dim": Size("indexer.head_dim"),
     "linear_key_heads": Size("linear.key_heads"),
     "linear_value_heads": Size("linear.value_heads"),
     "linear_key_dim": Size("linear.key_dim"),
@@ -356,6 +376,8 @@ FEATURES: Mapping[str, Holds] = {
     "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
     "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,
     "q_direct": lambda config, kind, layer: config.latent.q_rank == 0,
+    "indexer": lambda config, kind, layer: config.indexer.heads > 0,
+    "interleaved_indexer": lambda config, kind, layer: config.indexer.interleaved,
     "mixture": lambda config, kind, layer: config.experts.count > 0,
     "sigmoid_router": lambda config, kind, layer: config.experts.score == "sigmoid",
     "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,

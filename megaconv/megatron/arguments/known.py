@@ -38,6 +38,7 @@ _READ = """
     attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input
     experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_rope_interleaved
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function
@@ -53,7 +54,7 @@ _READ = """
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
-    megaconv_left_out megaconv_qk_norm_width
+    megaconv_left_out megaconv_qk_norm_width megaconv_indexer_order
 """
 READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""
@@ -62,7 +63,7 @@ LIMITED: Mapping[str, Limit] = {
     "position_embedding_type": Limit((None, "rope", "yarn", "learned_absolute", "relative"), "how positions enter"),
     "normalization": Limit((None, "RMSNorm", "LayerNorm"), "the kind of norm"),
     "rope_type": Limit((None, "rope", "yarn"), "how the rotations of latent attention are scaled"),
-    "experimental_attention_variant": Limit((None, "gated_delta_net"), "another attention, such as a sparse one"),
+    "experimental_attention_variant": Limit((None, "gated_delta_net", "dsa"), "another attention"),
     "moe_router_score_function": Limit(
         (None, "softmax", "sigmoid"), "how a router's logits become the experts' weights", only="experts"
     ),
@@ -111,6 +112,9 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "heterogeneous_block_specs": Limit((None, False), "layers differ from each other"),
     "mtp_use_repeated_layer": Limit((None, False), "one MTP layer predicts all further tokens"),
     "mtp_hybrid_override_pattern": Limit((None,), "MTP layers are of several kinds"),
+    "dsa_indexer_topk_freq": Limit((None, 1), "layers share what one of them has chosen"),
+    "dsa_indexer_scoring_relu": Limit((None, True), "an indexer's scores may be negative"),
+    "dsa_indexer_k_norm_epsilon": Limit((None, 1e-6), "an indexer's norm has another epsilon"),
     "use_mup": Limit((None, False), "embeddings, attention scores and logits are scaled (muP)"),
     "enable_mhc_connections": Limit((None, False), "several residual streams, which are mixed (hyper-connections)"),
 }  # fmt: skip

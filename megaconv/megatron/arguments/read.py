@@ -18,6 +18,7 @@ from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.rope import read_scaling
+from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
@@ -100,7 +101,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     given |= found
     if given.get("encoder.layers") or given.get("head.activation"):
         return given | read_encoder(args, given, legacy=legacy)
-    return given | read_latent(args) | read_linear(args)
+    return given | read_latent(args) | read_linear(args) | read_sparse(args)
 
 
 def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:

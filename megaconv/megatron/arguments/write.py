@@ -16,6 +16,7 @@ from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import write_scaling
+from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, lost_fields, require_kept
 from megaconv.model.layout import Layout, split_arguments
@@ -58,6 +59,7 @@ def to_arguments(
         | encoder_arguments(config, transformer_impl, legacy=legacy)
         | latent_arguments(config)
         | linear_arguments(config)
+        | sparse_arguments(config)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy, legacy=legacy)
         | beyond_core_arguments(config, legacy=legacy)
