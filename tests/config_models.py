@@ -16,7 +16,10 @@ FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
 """Families whose config.json has Llama's words."""
-SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
+WITHOUT_CLASS = ("bailing_moe2",)
+"""Families that no release of transformers has."""
+IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
+SCALED = [name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
 LATENT_KEYS: Raw = {
     "kv_lora_rank": 12,
@@ -50,6 +53,8 @@ EXPERT_KEYS: dict[str, Raw] = {
     "glm_moe_dsa": {**LATENT_KEYS, **INDEXER_KEYS, **MLP_KINDS},
     "glm4_moe_lite": {**LATENT_KEYS, **MLP_KINDS, "head_dim": LATENT_KEYS["qk_rope_head_dim"]},
     "dots1": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
+    "bailing_moe2": {**SHARED_KEYS, "num_experts": 6, "num_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 1,
+                       "topk_group": 1},
     "solar_open": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
     "hy_v3": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
     "exaone_moe": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
@@ -249,7 +254,7 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 
 DEEPSEEKS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe"),
+    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2"),
 )
 """Families whose experts are described in DeepSeek's manner."""
 
@@ -316,7 +321,7 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         )
         return (
             changed(config, {"positions.rotary_percent": draw(st.sampled_from((0.25, 0.5, 1.0)))})
-            if name in ("glm4_moe", "solar_open")
+            if name in ("glm4_moe", "solar_open", "bailing_moe2")
             else config
         )
     layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
@@ -494,10 +499,10 @@ def configs(draw: Draw) -> ModelConfig:
     if name in ("olmo2", "olmo3"):
         norms = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "norm.place": "after"}
         return draw(with_windows(changed(config, norms))) if name == "olmo3" else changed(config, norms)
-    if name in ("glm4_moe", "solar_open"):
+    if name in ("glm4_moe", "solar_open", "bailing_moe2"):
         if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
             config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
-        qk_norm = name == "glm4_moe" and draw(st.booleans())
+        qk_norm = name != "solar_open" and draw(st.booleans())
         return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
     if name in ("ernie4_5_moe", "llama4"):
         return config

@@ -76,6 +76,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "ernie4_5_moe": {**EXPERTS, "moe_k": 2, "moe_num_experts": 4},
     "exaone_moe": EXPERTS,
+    "bailing_moe2": {**DEEPSEEK, "num_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     "hy_v3": {**EXPERTS, "num_nextn_predict_layers": 1},
     "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1, "head_dim": LATENT["qk_rope_head_dim"]},
     "dots1": {**DEEPSEEK, "norm_topk_prob": True},
