@@ -23,6 +23,7 @@ MAY_IMPORT = {
 
 ROOMS = (
     ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.checkpoint"),
+    ("megaconv.commands.cli",),
     ("megaconv.commands",),
     ("megaconv.megatron.distributed",),
     ("megaconv.megatron.rank_files",),

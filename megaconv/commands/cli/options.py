@@ -1,4 +1,4 @@
-"""Options of `megaconv convert`, with their help texts and with the spellings of Megatron-LM's own converter."""
+"""Options of the commands, with their help texts and with the spellings of Megatron-LM's own converter."""
 
 import re
 from pathlib import Path
@@ -22,6 +22,15 @@ CheckSource = Annotated[
         "--check-source/--no-check-source",
         help="Whether an input that has a megaconv.json has to be what that says (exit status 3 otherwise).",
     ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Hugging Face directory with what the source can't say: config.json, tokenizer."),
+]
+TrueVocab = Annotated[
+    int | None,
+    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't give it."),
 ]
 LoadDir = Annotated[
     str,
