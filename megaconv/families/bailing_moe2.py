@@ -8,10 +8,10 @@ from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
 from megaconv.families.parts.keys import count, flags
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.model.table import Fused
+from megaconv.model.table import Fused, Spelling
 
 _ATTENTION = "model.layers.{l}.attention."
-_NAMES = {
+_NAMES: dict[str, dict[str, Spelling]] = {
     "embed.weight": {"hf": "model.word_embeddings.weight"},
     "layers.{l}.attn.{q|k|v}.weight": {"hf": Fused(_ATTENTION + "query_key_value.weight")},
     "layers.{l}.attn.{q|k|v}.bias": {"hf": Fused(_ATTENTION + "query_key_value.bias")},
