@@ -47,6 +47,7 @@ def convert(
     max_shard_size: opt.MaxShardSize = "5GB",
     dist_files: opt.DistFiles = None,
     base: opt.Base = None,
+    adapter: opt.Adapter = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
     option: opt.Option = None,
@@ -70,7 +71,7 @@ def convert(
     from megaconv.engine.conversion import ConvertOptions
     from megaconv.engine.ranks import started_ranks
     from megaconv.model.layout import LayerSplit
-    from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
+    from megaconv.options import LoadOptions, SaveOptions, adapter_choice, checkpoint_types
 
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     pp, split_rank = opt.all_stages(pp, split_rank, encoder_pp)
@@ -94,7 +95,7 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
-        extra=opt.extra(option), check_source=check_source,
+        extra=opt.extra(option), check_source=check_source, adapters=tuple(map(adapter_choice, adapter or ())),
     )  # fmt: skip
     ranks = started_ranks()
     if not dry_run:
