@@ -189,7 +189,7 @@ def test_optimizer_state_does_not_go_along_with_merged_weights(tmp_path: Path) -
     assert_refused(run("convert", *options, "--optimizer"), 2, "--optimizer", "--adapter")
 
 
-@pytest.mark.parametrize("word", ["{}:much", "{}:nan", "nothing-here:0.5"])
+@pytest.mark.parametrize("word", ["{}:much", "{}:nan", "{}-nothing:0.5"])
 def test_a_weight_that_is_no_number_or_a_missing_directory_is_an_error(word: str, tmp_path: Path) -> None:
     outcome = run("merge", LINEAR / "base", word.format(LINEAR / "adapter"), "--save-dir", tmp_path / "out")
     assert_refused(outcome, 2, "--adapter")

@@ -160,6 +160,15 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     return Record(root, whole, *tables), version
 
 
+def source_of(record: Record) -> Mapping[str, Any]:
+    """What a record says its output was made of: `path`, `kind`, and `adapters` where any were merged."""
+    found = read_json(record.root / RECORD_NAME, RECORD_BYTES)
+    source = found.get("source") if isinstance(found, dict) else None
+    adapters = found.get("adapters") if isinstance(found, dict) else None
+    known = dict(source) if isinstance(source, dict) else {}
+    return known | ({"adapters": adapters} if isinstance(adapters, list) else {})
+
+
 def _opened_version(path: Path) -> str:
     """The name of the directory of the iteration that is opened at path."""
     found = path if (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
