@@ -12,6 +12,7 @@ from megaconv.model.config import (
     Encoder,
     Experts,
     Head,
+    Indexer,
     LatentAttention,
     LayerKind,
     LinearAttention,
@@ -28,6 +29,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "norm": Norm,
     "positions": Positions,
     "latent": LatentAttention,
+    "indexer": Indexer,
     "linear": LinearAttention,
     "mamba": Mamba,
     "experts": Experts,
@@ -66,6 +68,7 @@ STRUCTURE = (
     ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+    *("indexer.heads", "indexer.head_dim"),
     *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
 )
@@ -150,6 +153,8 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
         without_effect |= {name for name in FIELDS if name.startswith("linear.")}
     if not config.has("mamba_layers"):
         without_effect |= {name for name in FIELDS if name.startswith("mamba.")}
+    if not config.indexer.heads:
+        without_effect |= {name for name in FIELDS if name.startswith("indexer.") and name != "indexer.heads"}
     if not config.experts.count:
         without_effect |= {name for name in FIELDS if name.startswith("experts.") and name != "experts.count"}
         values["layers.mlp"] = one_or_each(tuple("none" if kind.mlp == "none" else "dense" for kind in config.layers))
