@@ -16,6 +16,10 @@ def has_experts(family: str) -> bool:
     return any(row.of_experts for row in families()[family].rows)
 
 
+def has_indexer(family: str) -> bool:
+    return "indexer" in families()[family].features
+
+
 def stores_experts(naming: Naming) -> bool:
     """Whether it is about how experts are stored."""
     return any(variant.endswith(("grouped", "stacked")) for variant in naming.variants)
@@ -35,7 +39,9 @@ SPELLED = [
     (family, naming)
     for family, table in sorted(families().items())
     for naming in NAMINGS
-    if expressible(table.rows, naming) and (has_experts(family) or not stores_experts(naming))
+    if expressible(table.rows, naming)
+    and (has_experts(family) or not stores_experts(naming))
+    and (has_indexer(family) or "rope_last" not in naming.variants)
 ]
 """(family, naming) for all that can be said."""
 
@@ -153,7 +159,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     if has_latent_attention(family):
         latent = {name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")}
         q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
-        if "indexer" in families()[family].features:
+        if has_indexer(family):
             latent["latent.rope_dim"] *= 2  # half of an indexer's elements rotate with the other half
             latent |= {"indexer.heads": draw(st.integers(1, 3)), "indexer.topk": 1}
             latent["indexer.head_dim"] = latent["latent.rope_dim"] + draw(st.integers(0, 2))
