@@ -54,6 +54,11 @@ def has_linear_attention(family: str) -> bool:
     return any("linear" in (row.when or "").split() for row in families()[family].rows)
 
 
+def norms_all_heads(family: str) -> bool:
+    """Whether q and k are normed over all heads, so that ranks can't share one."""
+    return any(row.canonical.endswith("attn.{q|k}_norm.weight") and row.tp == 0 for row in families()[family].rows)
+
+
 def has_mtp(family: str) -> bool:
     return any(row.stage == "mtp" for row in families()[family].rows)
 
@@ -115,7 +120,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
-    special = has_latent_attention(family) or has_linear_attention(family)
+    special = has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
