@@ -27,7 +27,7 @@ from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import source
 from megaconv.model.config import ModelConfig
-from megatron_lite.config import Settings, subjects
+from megatron_lite.settings.config import Settings, subjects
 from tests.config_models import LLAMA, configs, found_in_tensors
 from tests.conftest import FIXTURES
 from tests.megatron_fields import FILE, Fields, read_installed
