@@ -19,6 +19,10 @@ def has_experts(family: str) -> bool:
     return any(row.of_experts for row in families()[family].rows)
 
 
+def has_indexer(family: str) -> bool:
+    return "indexer" in families()[family].features
+
+
 def stores_experts(naming: Naming) -> bool:
     """Whether it is about how experts are stored."""
     return any(variant.endswith(("grouped", "stacked")) for variant in naming.variants)
@@ -38,7 +42,9 @@ SPELLED = [
     (family, naming)
     for family, table in sorted(families().items())
     for naming in NAMINGS
-    if expressible(table.rows, naming) and (has_experts(family) or not stores_experts(naming))
+    if expressible(table.rows, naming)
+    and (has_experts(family) or not stores_experts(naming))
+    and (has_indexer(family) or "rope_last" not in naming.variants)
 ]
 """(family, naming) for all that can be said."""
 
@@ -53,6 +59,11 @@ def has_linear_attention(family: str) -> bool:
 
 def has_mamba(family: str) -> bool:
     return any("mamba" in (row.when or "").split() for row in families()[family].rows)
+
+
+def norms_all_heads(family: str) -> bool:
+    """Whether q and k are normed over all heads, so that ranks can't share one."""
+    return any(row.canonical.endswith("attn.{q|k}_norm.weight") and row.tp == 0 for row in families()[family].rows)
 
 
 def has_mtp(family: str) -> bool:
@@ -136,7 +147,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
-    special = has_latent_attention(family) or has_linear_attention(family)
+    special = has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
@@ -182,7 +193,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     if has_latent_attention(family):
         latent = {name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")}
         q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
-        if "indexer" in families()[family].features:
+        if has_indexer(family):
             latent["latent.rope_dim"] *= 2  # half of an indexer's elements rotate with the other half
             latent |= {"indexer.heads": draw(st.integers(1, 3)), "indexer.topk": 1}
             latent["indexer.head_dim"] = latent["latent.rope_dim"] + draw(st.integers(0, 2))
