@@ -121,7 +121,8 @@ def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any,
             lambda: open_input(load_dir, saver, metadata_only)[0].header.nbytes,
             shown=ranks.rank == 0,
         ) as progress:
-            report = run(load_dir, save_dir, saver, options, progress.advance, ranks)
+            planned = _say_notices if not as_json and not ranks.rank else _say_nothing
+            report = run(load_dir, save_dir, saver, options, progress.advance, ranks, planned)
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
@@ -137,12 +138,19 @@ def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any,
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
     show(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
-    for notice in report.notices:
-        say(notice)
     verified = " (verified)" if report.verified else ""
     show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
         show(f"optimizer   {report.fingerprint.optimizer}{verified}")
+
+
+def _say_notices(report: Any) -> None:
+    for notice in report.notices:
+        say(notice)
+
+
+def _say_nothing(report: Any) -> None:
+    pass
 
 
 def _print_from_base(report: Any) -> None:
@@ -161,8 +169,7 @@ def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bo
     _print_from_base(report)
     for name, size in report.files.items():
         show(f"{size:>18,}  {Path(save_dir) / name}")
-    for notice in report.notices:
-        say(notice)
+    _say_notices(report)
     show(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
     )
