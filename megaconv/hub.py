@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megaconv.errors import CheckpointError, UnknownFormat
+from megaconv.errors import CheckpointError, UsageError
 
 Place = Path | str
 """Where an input is: a local path, or a URI, for the loader that takes its scheme."""
@@ -43,14 +43,14 @@ def resolve(place: str) -> Place:
     Raises CheckpointError.
     """
     if not place:
-        raise UnknownFormat("the path to read is empty; is a variable unset that it was made of?")
+        raise UsageError("the path to read is empty; is a variable unset that it was made of?")
     if not place.startswith(_SCHEME) and scheme_of(place):
         return place
     if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):
         return Path(place)
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
-        raise UnknownFormat(
+        raise UsageError(
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _download(place, name, revision or None)

@@ -1,7 +1,7 @@
 """What a user can ask of a loader or a saver, the same from the command line and from Python."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megaconv.errors import UsageError
@@ -62,6 +62,31 @@ class SaveOptions:
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """What the saver alone knows, by the keys that its OPTIONS lists."""
+
+
+LAYOUT_OPTIONS = ("tp", "pp", "vpp", "split", "vocab_divisor", "vocab_padding", "distributed_optimizer", "release")
+"""Fields of SaveOptions that decide how an output of Megatron's is sharded and saved."""
+
+_SPELLED = {
+    "split": "a layer split", "grouped_experts": "--moe-grouped-gemm", "vocab_divisor": "--make-vocab-size-divisible-by",
+    "distributed_optimizer": "--use-distributed-optimizer", "max_shard_bytes": "--max-shard-size", "files": "--dist-files",
+}  # fmt: skip
+"""Fields whose option is called otherwise."""
+_FOR_ALL = ("allow_lossy", "extra")
+
+
+def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> None:
+    """Raises UsageError for an option that chooses nothing for this output: whoever gave it expects something else.
+
+    used: fields of SaveOptions that the saver reads. A default is nobody's choice, a parallel size of 1 is what there is anyway.
+    """
+    for each in fields(options):
+        value, unset = getattr(options, each.name), getattr(SaveOptions(), each.name)
+        sizes_of_one = each.name in ("tp", "pp", "vpp", "ep", "etp") and value == 1
+        if each.name not in (*used, *_FOR_ALL) and value != unset and not sizes_of_one:
+            option = _SPELLED.get(each.name, f"--{each.name.replace('_', '-')}")
+            what = "" if each.name in ("split", "release") or isinstance(value, bool) else f" {value}"
+            raise UsageError(f"{option}{what}: chooses nothing for an output of --saver {saver}; leave it out")
 
 
 LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")

@@ -31,7 +31,7 @@ ROOMS = (
     ("megaconv.megatron.arguments",),
     ("megaconv.megatron.states",),
     ("megaconv.engine",),
-    ("megaconv.registry",),
+    ("megaconv.registry", "megaconv.next_steps"),
     ("megaconv.families",),
     ("megaconv.options",),
     ("megaconv.model",),

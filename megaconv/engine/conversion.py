@@ -32,7 +32,7 @@ from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LOSSES, LoadOptions, SaveOptions
+from megaconv.options import LOSSES, LoadOptions, SaveOptions, refuse_unused
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
@@ -169,8 +169,9 @@ def prepare(
     for word in options.save.allow_lossy:
         if word not in LOSSES:
             raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
-    if options.save.base is not None and saver != "hf":
-        raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
+    uses = getattr(registry.saver(saver), "uses", None)
+    if uses is not None:
+        refuse_unused(saver, uses(options.save), options.save)
     source, extra = open_input(load_dir, saver, options)
     written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:

@@ -103,6 +103,12 @@ def convert(
         _dry_run(load_dir, save_dir, saver, options, as_json)
 
 
+GO_ON = "the same command goes on from here (--resume)"
+NOTHING_LEFT = (
+    "nothing was left behind; a run with --resume keeps what is done, and the same command goes on from there"
+)
+
+
 def _complete(error: BaseException) -> str:
     """What an interruption that came too late says of the output."""
     return str(error) if isinstance(error, Interrupted) else ""
@@ -126,7 +132,7 @@ def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any,
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
-        raise Interrupted(_complete(error) or ("give --resume again to go on" if options.resume else "")) from None
+        raise Interrupted(_complete(error) or (GO_ON if options.resume else NOTHING_LEFT)) from None
     if ranks.rank:
         return
     ignore_signals()

@@ -181,6 +181,7 @@ DistFiles = Annotated[
     typer.Option(
         "--dist-files",
         min=1,
+        max=1 << 16,
         help="Files to share a torch_dist or dcp output out over; as many as --workers by default.",
     ),
 ]
@@ -206,7 +207,9 @@ AllowLossy = Annotated[
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Most memory that buffers may take.")]
 Workers = Annotated[
     int,
-    typer.Option("--workers", min=0, help="Threads that move tensors; 0: as many as processors and one more, up to 8."),
+    typer.Option(
+        "--workers", min=0, max=1024, help="Threads that move tensors; 0: as many as processors and one more, up to 8."
+    ),
 ]
 Verify = Annotated[
     bool,
@@ -251,12 +254,19 @@ _UNITS = {
 }
 
 
+_LEAST_BYTES = 4096
+"""Less is a number whose unit was forgotten."""
+
+
 def byte_size(text: str) -> int:
     """256MiB, 5GB, 1000000 -> bytes. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS or not float(match[1]):
         raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < _LEAST_BYTES:
+        raise UsageError(f"{text!r} is {size} bytes; write a number with a unit, such as 256MiB or 5GB")
+    return size
 
 
 def numbers(text: str | None) -> tuple[int, ...] | None:
