@@ -12,6 +12,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Layout
 from megaconv.options import LoadOptions
+from megaconv.torch_extra import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,9 @@ class Checkpoint:
         return self.header.layout
 
     def load(self, name: str) -> "torch.Tensor":
-        """One tensor, whole, in memory. Raises KeyError for a name that the model hasn't."""
+        """One tensor, whole, in memory. Raises KeyError for a name that the model hasn't, UsageError
+        where torch isn't installed."""
+        require_torch("loading a tensor")
         import torch
 
         tensor = self.tensors[name]

@@ -40,6 +40,7 @@ ROOMS = (
         "megaconv.plugins",
         "megaconv.errors",
         "megaconv.terminal",
+        "megaconv.torch_extra",
         "megaconv._version",
         "megaconv.own_packages",
     ),
