@@ -35,8 +35,8 @@ class Kind(NamedTuple):
 DIRECTORIES = (
     Kind(
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
-        "is an adapter (PEFT), which holds only what was added to a model: merge it into its base with peft's merge_and_unload() and "
-        "save_pretrained(), and convert that",
+        "is an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE ADAPTER`, or `megaconv convert "
+        "--load-dir BASE --adapter ADAPTER`, merges it into its base",
     ),
     Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
     Kind(
@@ -45,8 +45,8 @@ DIRECTORIES = (
     ),
     Kind(
         ("zero_to_fp32.py", "global_step*", "zero_pp_rank_*", "*_optim_states.pt"),
-        "is a DeepSpeed checkpoint, which can't be read: DeepSpeed's `zero_to_fp32.py DIRECTORY OUT --safe_serialization` makes files of "
-        "Hugging Face's kind; put config.json and tokenizer beside them, and convert that",
+        "has the files of a DeepSpeed run ({name}), but no complete checkpoint of ZeRO: expected `latest` with the directory that it "
+        "names, or *_model_states.pt with *_optim_states.pt",
     ),
     Kind(
         ("model_weights", "weights/.metadata", "context/model.yaml"),

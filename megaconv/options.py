@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from megaconv.errors import UsageError
 from megaconv.model.layout import LayerSplit
@@ -87,6 +88,29 @@ def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> No
             option = _SPELLED.get(each.name, f"--{each.name.replace('_', '-')}")
             what = "" if each.name in ("split", "release") or isinstance(value, bool) else f" {value}"
             raise UsageError(f"{option}{what}: chooses nothing for an output of --saver {saver}; leave it out")
+
+
+class AdapterChoice(NamedTuple):
+    """An adapter that is to be merged into the weights."""
+
+    place: str
+    """A directory or a Hub id."""
+    weight: float = 1.0
+    """What its deltas are multiplied with."""
+
+
+def adapter_choice(word: str) -> AdapterChoice:
+    """`DIR`, or `DIR:0.5`. Raises UsageError for a weight that is no number."""
+    place, colon, weight = word.rpartition(":")
+    if not colon or Path(word).exists() or "/" in weight:
+        return AdapterChoice(word)
+    try:
+        number = float(weight)
+    except ValueError:
+        number = float("nan")
+    if not place or not abs(number) < float("inf"):
+        raise UsageError(f"--adapter {word}: write DIR or DIR:WEIGHT, such as my-adapter:0.5")
+    return AdapterChoice(place, number)
 
 
 LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")

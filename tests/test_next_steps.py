@@ -61,16 +61,12 @@ def rank_file(path: Path) -> Path:
     ("make", "words"),
     [
         (lambda path: path.mkdir() or path, ["is an empty directory"]),
-        (touch("adapter_config.json", "adapter_model.safetensors"), ["is an adapter", "merge"]),
+        (touch("adapter_config.json", "adapter_model.safetensors"), ["is an adapter", "megaconv merge BASE ADAPTER"]),
         (touch("config.json", "model-Q4_K_M.gguf"), ["model-Q4_K_M.gguf", "Hugging Face directory"]),
         (a_file("model-Q4_K_M.gguf", b"GGUF"), ["is a GGUF file"]),
         (a_file("llama.nemo"), ["is a NeMo archive"]),
         (touch("context/model.yaml", "weights/.metadata"), ["is a NeMo checkpoint"]),
-        (
-            touch("latest", "zero_to_fp32.py", "global_step3/mp_rank_00_model_states.pt"),
-            ["DeepSpeed", "zero_to_fp32.py"],
-        ),
-        (touch("global_step3/"), ["DeepSpeed"]),
+        (touch("zero_to_fp32.py", "global_step3/"), ["DeepSpeed", "`latest`"]),
         (one_rank, ["mp_rank_00_000: is one rank", "all ranks: "]),
         (rank_file, ["model_optim_rng.pt: is one file of a checkpoint", "give the directory"]),
         (below_two, ["`runs/first/` below is one"]),
