@@ -1,6 +1,7 @@
 """What a user can ask of a loader or a saver, the same from the command line and from Python."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -129,3 +130,42 @@ def checkpoint_types(word: str | None, saver: str) -> tuple[str | None, str | No
     if word not in (None, *CHECKPOINT_TYPES):
         raise UsageError(f"--checkpoint-type {word}: is not known; choose one of {', '.join(CHECKPOINT_TYPES)}")
     return (None, word) if saver == "llama_mistral" and word != "hf" else (word, None)
+
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+
+
+_LEAST_BYTES = 4096
+"""Less is a number whose unit was forgotten."""
+
+
+def byte_size(text: str | int) -> int:
+    """256MiB, 5GB, 1000000 -> bytes; a number is one of bytes. Raises UsageError."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in _UNITS or not float(match[1]):
+        raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < _LEAST_BYTES:
+        raise UsageError(f"{text!r} is {size} bytes; write a number with a unit, such as 256MiB or 5GB")
+    return size
+
+
+def numbers(text: str | Iterable[int] | None) -> tuple[int, ...] | None:
+    """3,5,5,3 -> (3, 5, 5, 3), and numbers as they are. Raises UsageError."""
+    if not isinstance(text, str):
+        return None if text is None else tuple(text)
+    if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
+        raise UsageError(f"--layer-split {text!r}: write the layers of each stage separated by commas, such as 3,5,5,3")
+    return tuple(int(word) for word in text.replace(" ", "").split(","))

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,43 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert found.stdout == "[]\n"
 
 
+def test_what_there_is_can_be_listed() -> None:
+    assert dir(megaconv) == ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "verify"]
+    assert (Path(megaconv.__file__).parent / "py.typed").is_file()
+
+
+def test_a_checkpoint_shows_itself(core: Path) -> None:
+    checkpoint = megaconv.open(core)
+    assert re.fullmatch(
+        r"<Checkpoint: llama, [\d,]+ parameters in 39 tensors, .* KiB, core, .*, TP 2, PP 2>", repr(checkpoint)
+    )
+    shown = checkpoint._repr_html_()
+    assert shown.startswith("<table><tr><th>format</th>")
+    assert "<script" not in shown
+
+
+def test_progress_is_told_in_bytes(hf: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    megaconv.convert(hf, tmp_path / "out", saver="core", progress=lambda done, total: told.append((done, total)))
+    total = megaconv.open(hf).header.nbytes
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+
+
 # Options.
+
+
+def test_options_are_spelled_as_on_the_command_line(hf: Path, tmp_path: Path) -> None:
+    megaconv.convert(
+        hf, tmp_path / "core", saver="core", pp=2, layer_split="1,3", make_vocab_size_divisible_by=8, max_memory="1MiB"
+    )
+    checkpoint = megaconv.open(tmp_path / "core")
+    assert checkpoint.layout is not None
+    assert (checkpoint.layout.stage_layers, checkpoint.header.padded_vocab) == ((1, 3), 136)
+    megaconv.convert(hf, tmp_path / "hf", saver="hf", max_shard_size="30KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
+    with pytest.raises(UsageError, match="is not a size"):
+        megaconv.convert(hf, tmp_path / "more", saver="hf", max_memory="plenty")
 
 
 def test_layer_split_dtype_and_further_options_reach_the_output(hf: Path, tmp_path: Path) -> None:
