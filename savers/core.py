@@ -17,7 +17,7 @@ from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
 from megaconv.model.sharding import rank_sizes
-from megaconv.options import SaveOptions
+from megaconv.options import LAYOUT_OPTIONS, SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
 
@@ -30,6 +30,12 @@ OPTIONS = {
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
 DISTRIBUTED = ("torch_dist", "zarr")
+
+
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    files = ("files",) if options.ckpt_format == "torch_dist" else ()
+    return (*LAYOUT_OPTIONS, "ep", "etp", "transformer_impl", "grouped_experts", "ckpt_format", *files)
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
