@@ -117,17 +117,16 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        return GgufHeader(
-            version, found, self._lengths, {name: self._placed(name, *rest, start) for name, *rest in listed}
-        )
+        placed = {name: self._placed(name, shape, kind, start + offset) for name, shape, kind, offset in listed}
+        return GgufHeader(version, found, self._lengths, placed)
 
-    def _placed(self, name: str, shape: Shape, kind: GgufType, offset: int, start: int) -> GgufTensor:
+    def _placed(self, name: str, shape: Shape, kind: GgufType, offset: int) -> GgufTensor:
         if shape and shape[-1] % kind.block:
             raise ValueError(f"{name} has rows of {shape[-1]} elements, {kind.name} blocks of {kind.block}")
         nbytes = prod(shape) // kind.block * kind.nbytes
-        if start + offset + nbytes > self._size:
+        if offset + nbytes > self._size:
             raise ValueError(f"{name} reaches past the end of the file, which has {self._size} bytes")
-        return GgufTensor(shape, kind.name, start + offset, nbytes)
+        return GgufTensor(shape, kind.name, offset, nbytes)
 
     def _tensor(self) -> tuple[str, Shape, GgufType, int]:
         name, axes = self._text(), int(self._number("<I"))

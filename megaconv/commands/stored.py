@@ -13,6 +13,7 @@ from typing import Any
 
 from formats import gguf_header, rank_files, safetensors, torch_dist, torch_zip, zarr_arrays
 from formats.ceilings import CONFIG_BYTES
+from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
 from formats.pickle_records import Opaque
 from formats.regular_files import read_json
@@ -37,6 +38,8 @@ class StoredTensor:
     """Relative to what is looked at."""
     offset: int | None
     """Byte of the file at which it begins; None where it isn't one piece."""
+    lazy: LazyTensor | None = None
+    """Its values; None where they are of no dtype that numpy can compute with."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -97,7 +100,7 @@ def _files(path: Path) -> list[Path]:
 
 def stored(name: str, tensor: LazyTensor, file: str, offset: int | None) -> StoredTensor:
     shape = tuple(tensor.shape)
-    return StoredTensor(name, shape, tensor.dtype, byte_count(shape, tensor.dtype), file, offset)
+    return StoredTensor(name, shape, tensor.dtype, byte_count(shape, tensor.dtype), file, offset, tensor)
 
 
 def _safetensors(path: Path, shown: str) -> Contents:
@@ -150,7 +153,7 @@ def _distcp(path: Path, shown: str) -> Contents:
         for number, value in enumerate(torch_zip.read_at(file, start, size) for start, size in _archives(path))
         if isinstance(value, (FileTensor, StridedTensor))
     ]
-    facts = {"names": f"are in {torch_dist.METADATA_NAME}, which isn't beside it"}
+    facts = {"names": f"are in {METADATA_NAME}, which isn't beside it"}
     return Contents("a .distcp file alone", tuple(tensors), facts)
 
 

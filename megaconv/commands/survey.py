@@ -73,8 +73,7 @@ class Survey:
         )
         shares = ", ".join(f"{dtype} {share(size, self.nbytes)}" for dtype, size in self.dtypes().items())
         yield "size", readable(self.nbytes) + (f", {shares}" if shares else "")
-        for label, text in self.facts.items():
-            yield label, text
+        yield from self.facts.items()
         yield "convertible", f"no: {self.reason}"
 
 

@@ -1,0 +1,96 @@
+"""The views that somebody asked `inspect` for, of a checkpoint that is known or not."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaconv.commands.inspection import Inspection
+from megaconv.commands.survey import Survey
+from megaconv.commands.views import layout, tensors, tree
+from megaconv.engine.conversion import open_source
+from megaconv.errors import UsageError
+from megaconv.hub import resolve
+from megaconv.model.ir import WEIGHT, Source
+from megaconv.options import LoadOptions
+
+Found = Inspection | Survey
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which views; tensors: the glob that names have to fit."""
+
+    tree: bool = False
+    tensors: str | None = None
+    layout: bool = False
+
+
+class View(NamedTuple):
+    name: str
+    """Key of the JSON document."""
+    document: Any
+    lines: Iterable[str]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that was looked at, and how it was asked for."""
+
+    path: str
+    found: Found
+    options: LoadOptions
+
+    def known(self, view: str) -> Inspection:
+        """Raises UsageError where nobody knows what model it is."""
+        if isinstance(self.found, Survey):
+            raise UsageError(f"{self.path}: --{view} needs to know what model it is: {self.found.reason}")
+        return self.found
+
+    def source(self) -> Source:
+        """Opened with its tensors. Raises CheckpointError."""
+        loader = self.known("tensors").loader
+        return open_source(self.path, loader, replace(self.options, optimizer=False, metadata_only=False))[1]
+
+    def root(self) -> Path | None:
+        place = resolve(self.path)
+        return place if isinstance(place, Path) else None
+
+
+def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
+    """In a fixed order. blocks: whether the terminal can show block characters. Raises CheckpointError."""
+    makers: list[tuple[object, Callable[[], View]]] = [
+        (asked.tree, lambda: _tree(subject)),
+        (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
+        (asked.layout, lambda: _layout(subject, blocks)),
+    ]
+    return [make() for wanted, make in makers if wanted]
+
+
+def sizes(found: Found) -> Mapping[str, tuple[int, int]]:
+    """Name -> (elements, bytes) of every weight."""
+    if isinstance(found, Survey):
+        return {tensor.name: (prod(tensor.shape), tensor.nbytes) for tensor in found.tensors}
+    return {
+        key.name: (prod(info.shape), info.nbytes) for key, info in found.header.manifest.items() if key.slot == WEIGHT
+    }
+
+
+def _tree(subject: Subject) -> View:
+    root = tree.tree(sizes(subject.found))
+    return View("tree", root.to_json(), tree.lines(root))
+
+
+def _tensors(subject: Subject, glob: str) -> View:
+    if isinstance(subject.found, Survey):
+        listed = tensors.fitting(subject.found.tensors, glob)
+        document: Any = {tensor.name: tensor.to_json() for tensor in listed}
+        return View("tensors", document, tensors.stored_lines(subject.found.tensors, glob))
+    found = tensors.of_source(subject.source(), subject.root(), glob)
+    return View("tensors", tensors.to_json(found), [line for each in found for line in each.lines()])
+
+
+def _layout(subject: Subject, blocks: bool) -> View:
+    picture = layout.layout_view(subject.known("layout").header)
+    return View("layout", picture.to_json(), picture.lines(blocks=blocks))
