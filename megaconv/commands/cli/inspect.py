@@ -39,6 +39,10 @@ def inspect(
         typer.Option("--tensors", metavar="[GLOB]", help="Tensors by canonical or native name, and where each lies."),
     ] = None,
     layout: Annotated[bool, typer.Option("--layout", help="A picture of ranks and layers.")] = False,
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", help="Mean, deviation, extremes, zeros and a histogram of each tensor; reads all."),
+    ] = False,
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
@@ -57,7 +61,7 @@ def inspect(
 
     options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
     found: Any = look(path, options, loader, check_source=check_source)
-    shown = views(Subject(path, found, options), Asked(tree, tensors, layout), blocks=_has_blocks())
+    shown = views(Subject(path, found, options), Asked(tree, tensors, layout, stats), blocks=_has_blocks())
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:

@@ -1,15 +1,20 @@
 """The views that somebody asked `inspect` for, of a checkpoint that is known or not."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.tensor import LazyTensor
 from megaconv.commands.inspection import Inspection
+from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
-from megaconv.commands.views import layout, tensors, tree
+from megaconv.commands.views import layout, stats, tensors, tree
 from megaconv.engine.conversion import open_source
+from megaconv.engine.plan import default_workers
+from megaconv.engine.shifted import plain
+from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
 from megaconv.model.ir import WEIGHT, Source
@@ -25,6 +30,7 @@ class Asked:
     tree: bool = False
     tensors: str | None = None
     layout: bool = False
+    stats: bool = False
 
 
 class View(NamedTuple):
@@ -64,6 +70,7 @@ def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
         (asked.layout, lambda: _layout(subject, blocks)),
+        (asked.stats, lambda: _stats(subject, blocks)),
     ]
     return [make() for wanted, make in makers if wanted]
 
@@ -94,3 +101,21 @@ def _tensors(subject: Subject, glob: str) -> View:
 def _layout(subject: Subject, blocks: bool) -> View:
     picture = layout.layout_view(subject.known("layout").header)
     return View("layout", picture.to_json(), picture.lines(blocks=blocks))
+
+
+def _stats(subject: Subject, blocks: bool) -> View:
+    found = statistics_of(subject)
+    return View("stats", stats.to_json(found), stats.lines(found, blocks=blocks))
+
+
+def statistics_of(subject: Subject) -> dict[str, Statistics]:
+    """Of all weights. Reads everything."""
+    with Progress("reading", lambda: sum(nbytes for _, nbytes in sizes(subject.found).values())) as progress:
+        return all_statistics(list(_lazy(subject)), default_workers(writing=False), progress.advance)
+
+
+def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
+    if isinstance(subject.found, Survey):
+        yield from ((tensor.name, tensor.lazy) for tensor in subject.found.tensors if tensor.lazy is not None)
+        return
+    yield from ((key.name, plain(key, tensor)) for key, tensor in subject.source().tensors() if key.slot == WEIGHT)
