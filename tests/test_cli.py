@@ -18,7 +18,7 @@ from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import MAIN, assert_refused, finish, run, snapshot, start, unchanged
 
-COMMANDS = ("convert", "inspect", "fingerprint", "verify", "diff", "formats", "demo")
+COMMANDS = ("convert", "inspect", "plan", "fingerprint", "verify", "diff", "formats", "demo")
 TP2PP2 = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
 
 

@@ -43,6 +43,10 @@ def inspect(
         bool,
         typer.Option("--stats", help="Mean, deviation, extremes, zeros and a histogram of each tensor; reads all."),
     ] = False,
+    megatron_args: Annotated[
+        bool,
+        typer.Option("--megatron-args", help="The flags with which Megatron-LM starts from it, one a line, quoted."),
+    ] = False,
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
@@ -61,12 +65,16 @@ def inspect(
 
     options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
     found: Any = look(path, options, loader, check_source=check_source)
-    shown = views(Subject(path, found, options), Asked(tree, tensors, layout, stats), blocks=_has_blocks())
+    shown = views(
+        Subject(path, found, options), Asked(tree, tensors, layout, stats, megatron_args), blocks=_has_blocks()
+    )
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
         for line in (line for view in shown for line in view.lines):
             show(line)
+        for note in (note for view in shown for note in view.notes):
+            show(f"megaconv: {note}", sys.stderr)
     else:
         for label, text in found.lines():
             show(f"{label:<11} {text}")

@@ -1,6 +1,6 @@
 """The views that somebody asked `inspect` for, of a checkpoint that is known or not."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -10,7 +10,7 @@ from formats.tensor import LazyTensor
 from megaconv.commands.inspection import Inspection
 from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
-from megaconv.commands.views import layout, stats, tensors, tree
+from megaconv.commands.views import layout, megatron_args, stats, tensors, tree
 from megaconv.engine.conversion import open_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.shifted import plain
@@ -31,6 +31,7 @@ class Asked:
     tensors: str | None = None
     layout: bool = False
     stats: bool = False
+    megatron_args: bool = False
 
 
 class View(NamedTuple):
@@ -38,6 +39,8 @@ class View(NamedTuple):
     """Key of the JSON document."""
     document: Any
     lines: Iterable[str]
+    notes: Sequence[str] = ()
+    """For stderr."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
         (asked.layout, lambda: _layout(subject, blocks)),
         (asked.stats, lambda: _stats(subject, blocks)),
+        (asked.megatron_args, lambda: _megatron_args(subject)),
     ]
     return [make() for wanted, make in makers if wanted]
 
@@ -119,3 +123,8 @@ def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
         yield from ((tensor.name, tensor.lazy) for tensor in subject.found.tensors if tensor.lazy is not None)
         return
     yield from ((key.name, plain(key, tensor)) for key, tensor in subject.source().tensors() if key.slot == WEIGHT)
+
+
+def _megatron_args(subject: Subject) -> View:
+    found, notes = megatron_args.megatron_args(subject.known("megatron-args").header, subject.root())
+    return View("megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes)
