@@ -3,7 +3,6 @@
 import sys
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperCommand
 
@@ -21,7 +20,7 @@ Examples:
 class _WithOptionalGlob(TyperCommand):
     """--tensors may stand without its GLOB, behind PATH or before another option."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         filled: list[str] = []
         for word, after in zip(args, [*args[1:], "--"], strict=True):
             filled += [word, "*"] if word == "--tensors" and after.startswith("-") else [word]

@@ -20,7 +20,7 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
 
     Raises NotExpressible for a model that Megatron doesn't support.
     """
-    config, notes = header.config, []
+    config, notes = header.config, list[str]()
     layout = header.layout or Layout(stage_layers=(config.layer_count,))
     divisor = header.vocab_divisor or _DIVISOR
     padded = header.padded_vocab or padded_vocab(config.vocab, divisor, layout.tp)
