@@ -84,7 +84,20 @@ def resolve(module: str, name: str) -> object:
         return StorageType(STORAGE_DTYPES[name])
     if module == "signal" and re.fullmatch("SIG[A-Z0-9]+", name):
         return Opaque("signal", "Signals", (name,))  # Python up to 3.10 names the member, later ones call the class
-    return Global(module, name)
+    return Global(module, name, _is_inert(module, name))
+
+
+def _is_inert(module: str, name: str) -> bool:
+    stand_ins = (_TENSORS, _WRAPPERS, _BY_TYPE, _VALUES, {("copyreg", "_reconstructor")})
+    return (
+        not any((module, name) in known for known in stand_ins)
+        and _is_record(module, name)
+        and not _is_unusual(f"{module}.{name}")
+    )
+
+
+def _is_record(module: str, name: str) -> bool:
+    return module.partition(".")[0] in _FRAMEWORKS or name in _HARMLESS.get(module, ())
 
 
 def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> object:
@@ -105,7 +118,7 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
         return call(args[0], (), tensor)
     if key in _VALUES:
         return _VALUES[key](*args)
-    if key[0].partition(".")[0] in _FRAMEWORKS or key[1] in _HARMLESS.get(key[0], ()):
+    if _is_record(*key):
         return Opaque(*key, args)
     what = f"{function.module}.{function.name}"
     raise UnsafeCallError(f"asks to call {what}; this is not a checkpoint but a program, nothing was executed")

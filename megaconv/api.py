@@ -1,6 +1,6 @@
 """The Python interface: the same work as the commands, with plain arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from megaconv.engine.conversion import convert as run_conversion
 from megaconv.engine.conversion import fingerprint as fingerprint
 from megaconv.engine.plan import default_workers
 from megaconv.model.layout import LayerSplit
-from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
+from megaconv.options import LoadOptions, SaveOptions, adapter_choice, checkpoint_types
 
 
 def convert(
@@ -37,6 +37,7 @@ def convert(
     check_source: bool = True,
     max_memory: int = 256 << 20,
     workers: int = 0,
+    adapters: Sequence[str] = (),
     options: Mapping[str, str] | None = None,
     **save_options: Any,
 ) -> Report:
@@ -44,6 +45,7 @@ def convert(
 
     Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
     it. check_source: a source that has a megaconv.json has to be what that says.
+    adapters: LoRA adapters to merge into the weights, each as `DIR` or `DIR:WEIGHT`.
     split_rank: how many of the pp stages are a T5's encoder's, the first ones. options: of
     the loader's and the saver's own, by key, as `megaconv formats` lists them. save_options: further fields of SaveOptions, such as
     transformer_impl, vocab_padding or max_shard_bytes. Raises megaconv.errors.CheckpointError.
@@ -55,7 +57,7 @@ def convert(
         load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
         save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
         dtype=dtype, optimizer=optimizer, max_memory=max_memory, workers=workers, verify=verify, resume=resume, overwrite=overwrite,
-        extra=options or {}, check_source=check_source,
+        extra=options or {}, check_source=check_source, adapters=tuple(map(adapter_choice, adapters)),
     )  # fmt: skip
     return run_conversion(load_dir, save_dir, saver, asked)
 

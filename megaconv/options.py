@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megaconv.errors import UsageError
 from megaconv.model.layout import LayerSplit
@@ -62,6 +63,29 @@ class SaveOptions:
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """What the saver alone knows, by the keys that its OPTIONS lists."""
+
+
+class AdapterChoice(NamedTuple):
+    """An adapter that is to be merged into the weights."""
+
+    place: str
+    """A directory or a Hub id."""
+    weight: float = 1.0
+    """What its deltas are multiplied with."""
+
+
+def adapter_choice(word: str) -> AdapterChoice:
+    """`DIR`, or `DIR:0.5`. Raises UsageError for a weight that is no number."""
+    place, colon, weight = word.rpartition(":")
+    if not colon or Path(word).exists() or "/" in weight:
+        return AdapterChoice(word)
+    try:
+        number = float(weight)
+    except ValueError:
+        number = float("nan")
+    if not place or not abs(number) < float("inf"):
+        raise UsageError(f"--adapter {word}: write DIR or DIR:WEIGHT, such as my-adapter:0.5")
+    return AdapterChoice(place, number)
 
 
 LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")

@@ -18,7 +18,7 @@ from megaconv.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from megaconv.engine.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
+LOADERS = ("core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf")
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
 ALIASES = {"mcore": "core", "megatron": "legacy"}

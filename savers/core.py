@@ -8,6 +8,7 @@ from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.megatron.arguments.rope import has_yarn
+from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
@@ -22,6 +23,10 @@ DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), 
 
 _log = logging.getLogger("megaconv")
 
+OPTIONS = {
+    INDEXER_FOR: "which Megatron core is to compute with the indexers of sparse attention: `0.16` (to 0.18, which have the elements "
+    "that rotate last), or `0.19` (and later; if it isn't given)"
+}
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
 DISTRIBUTED = ("torch_dist", "zarr")
@@ -38,7 +43,11 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
         planned = plan_dist(header, options, layout)
     else:
-        naming = core_naming(options.transformer_impl, "grouped" if options.grouped_experts else "")
+        naming = core_naming(
+            options.transformer_impl,
+            "grouped" if options.grouped_experts else "",
+            rope_last=writes_rope_last(header.config, options.extra),
+        )
         style = ModelStyle(
             naming, core_order(family(header.config.family).rows, naming), partial(extra_states, naming=naming)
         )

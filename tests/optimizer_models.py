@@ -33,7 +33,7 @@ def write_trained(
     weights = {
         name: tensor
         for name, tensor in state["model"].items()
-        if tensor is not None and not name.endswith("_extra_state")
+        if tensor is not None and not name.endswith(("_extra_state", ".expert_bias"))
     }
     state["optimizer"] = trained(weights, kind=kind, float16=dtype != "float32")
     state["opt_param_scheduler"] = dict(SCHEDULER)

@@ -153,6 +153,10 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     if has_latent_attention(family):
         latent = {name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")}
         q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
+        if "indexer" in families()[family].features:
+            latent["latent.rope_dim"] *= 2  # half of an indexer's elements rotate with the other half
+            latent |= {"indexer.heads": draw(st.integers(1, 3)), "indexer.topk": 1}
+            latent["indexer.head_dim"] = latent["latent.rope_dim"] + draw(st.integers(0, 2))
         head_dim = latent["latent.rope_dim"] + draw(st.integers(1, 3))
         config = changed(
             config,

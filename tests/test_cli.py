@@ -18,7 +18,7 @@ from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import MAIN, assert_refused, finish, run, snapshot, start, unchanged
 
-COMMANDS = ("convert", "inspect", "plan", "fingerprint", "verify", "diff", "formats", "demo")
+COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff", "formats", "demo")
 TP2PP2 = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
 
 
@@ -302,7 +302,7 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
-    assert list(document["loaders"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf"]
+    assert list(document["loaders"]) == ["core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf"]
     assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral"]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
     shown = run("formats").out

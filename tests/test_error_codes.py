@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import megatron_lite.checkpoint
-import megatron_lite.failure  # noqa: F401  both define errors of their own
+import megatron_lite.checkpoint.saver
+import megatron_lite.loop.failure  # noqa: F401  both define errors of their own
 from megaconv import errors
 from megaconv.errors import CODES, CheckpointError
 from tests.models import write_llama

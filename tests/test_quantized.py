@@ -189,8 +189,9 @@ def test_a_quantized_model_becomes_a_plain_one_in_the_dtype_asked_for(
     assert (config["torch_dtype"], config.get("quantization_config")) == (dtype, None)
 
 
-def test_a_minimax_m2_in_fp8_as_it_is_shipped_becomes_a_plain_one(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", "minimax_m2")
+@pytest.mark.parametrize("family", ["minimax_m2", "deepseek_v32"])
+def test_a_model_in_fp8_as_it_is_shipped_becomes_a_plain_one(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family)
     meant = quantize(model)
     megaconv.convert(model, tmp_path / "core", saver="core", tp=2, ep=2)
     megaconv.convert(tmp_path / "core", tmp_path / "hf", saver="hf")

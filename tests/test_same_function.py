@@ -32,6 +32,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "latent.kv_rank": {"latent.rope_dim": 2, "latent.v_dim": 3},
     "experts.count": {"experts.ffn": 8, "experts.per_token": 1},
     "layers.count": {"layers.mlp": "dense", "layers.window": None, "layers.mixer": "attention"},
+    "indexer.heads": {"indexer.head_dim": 8, "indexer.topk": 4},
     "layers.mixer": {
         "linear.key_heads": 2,
         "linear.value_heads": 4,
@@ -43,6 +44,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
 """What has to change with a field for the model to be one at all."""
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
+    "experts.count": ("experts.shared_ffn",),
     "hidden": ("embedding_scale", "attention.head_dim"),
     "layers.window": ("layers.rotates",),
     "attention.qkv_bias": ("attention.o_bias",),

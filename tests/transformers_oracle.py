@@ -73,6 +73,8 @@ class Variant:
     """The layouts that it is run at, where not at all of them."""
     quick: tuple[str, ...] = ()
     """Those of them that are not slow, where others are."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Options of the saver that this release of Megatron needs."""
 
 
 QUICK, QUICK_WITH_EXPERTS = ("tp2 pp2",), ("tp2 pp1 ep2",)
@@ -287,6 +289,17 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 6,
     "rms_norm_eps": 1e-6,
 }
+INDEXER = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 8}
+FOR_0_16 = {"indexer_for": "0.16"}
+LLAMA4: dict[str, Any] = {
+    "num_local_experts": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 88,
+    "head_dim": 12,
+    "moe_layers": [1, 3],
+    "no_rope_layers": [1, 1, 0, 1],
+    "use_qk_norm": False,
+}
 MIXTURES = {
     "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": Variant(
@@ -344,6 +357,29 @@ MIXTURES = {
     ),
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
+    ),
+    "llama4": Variant(
+        "llama4_text", LLAMA4,
+        {"all layers rotate": {"no_rope_layers": [1] * 4, "layer_types": ["chunked_attention"] * 4},
+         "norms of q and k": {"use_qk_norm": True}, "one base": rope(10000.0)},
+        quick=QUICK_WITH_EXPERTS,
+    ),
+    "llama4, norms of q and k": Variant(
+        "llama4_text", {**LLAMA4, "use_qk_norm": True, "no_rope_layers": [1, 0, 1, 1]},
+        {"none": {"use_qk_norm": False}, "epsilon": {"rms_norm_eps": 1e-5}}, ("tp1 pp2 ep2", "tp2 pp1 ep4 etp1"), ("tp1 pp2 ep2",),
+    ),
+    "deepseek_v32": Variant(
+        "deepseek_v32", {**LATENT, **INDEXER},
+        {"other half of positions": {"index_topk": 4}, "all positions": {"index_topk": 64}, "rotary base": rope(10000.0)},
+        quick=QUICK_WITH_EXPERTS, extra=FOR_0_16,
+    ),
+    "deepseek_v32, yarn": Variant(
+        "deepseek_v32", {**LATENT, **INDEXER, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}, ("tp1 pp2 ep2",), extra=FOR_0_16
+    ),
+    "glm_moe_dsa": Variant(
+        "glm_moe_dsa", {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1},
+        {"all positions": {"index_topk": 64}, "no factor on the experts": {"routed_scaling_factor": 1.0}},
+        quick=("tp1 pp2 ep2",), extra=FOR_0_16,
     ),
     "glm4_moe_lite": Variant(
         "glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"] * 2},

@@ -13,9 +13,10 @@ from typing import Any
 
 from formats.opened import OpenedFiles
 from formats.staging import Staging
-from formats.tensor import LazyTensor
+from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
+from megaconv.engine.adapters.merging import MergedSource, merge
 from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
@@ -30,8 +31,8 @@ from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import Place, resolve
-from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LOSSES, LoadOptions, SaveOptions
+from megaconv.model.ir import Header, Key, Source, main_dtype
+from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
@@ -57,6 +58,8 @@ class ConvertOptions:
     overwrite: bool = False
     check_source: bool = True
     """Whether a source that has a megaconv.json has to be what that says."""
+    adapters: tuple[AdapterChoice, ...] = ()
+    """Merged into the weights, in this order."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
 
@@ -82,13 +85,17 @@ class Report:
     """Python files that lie beside the source."""
     check: SourceCheck = field(default_factory=SourceCheck, repr=False)
     """What the source's own record says."""
+    adapters: tuple[Mapping[str, Any], ...] = ()
+    """Those that were merged into the weights, as megaconv.json says it."""
+    merging: tuple[str, ...] = ()
+    """The same for people."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
         code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
-        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *code, *self.plan.notices)
+        return (*self.merging, *((LEFT_OUT,) if left_out else ()), *self.check.notices, *code, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -109,6 +116,7 @@ class Report:
             "tensors": len(self.header.manifest),
             "files": self.files,
             "from_base": list(self.plan.from_base),
+            "adapters": list(self.adapters),
             "bytes": self.nbytes,
             "memory_bytes": self.memory,
             "seconds": round(self.seconds, 3),
@@ -172,8 +180,7 @@ def prepare(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
-    if options.dtype is not None:
-        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
+    source, merged = _changed(source, options)
     files = options.save.files or _workers(options) * processes
     rounds = "out_norm" in options.save.allow_lossy
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
@@ -181,14 +188,31 @@ def prepare(
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None
-        check = check_source(place, written, source.header.manifest, other_shapes=overridden)
+        altered = merged.changed if merged else ()
+        check = check_source(place, written, source.header.manifest, other_shapes=overridden, altered=altered)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
-    size = len(record_json(str(load_dir), saver, source.header, plan, blank))
+    adapters = tuple(each.to_json() for each in merged.merged) if merged else ()
+    size = len(record_json(str(load_dir), saver, source.header, plan, blank, adapters))
     described = options.load.config or place
     code = () if isinstance(described, str) else code_left_out(described)
-    return source, Report(source.header, plan, Path(save_dir), memory, size, code=code, check=check)
+    report = Report(source.header, plan, Path(save_dir), memory, size, code=code, check=check, adapters=adapters)
+    return source, replace(report, merging=merged.notices if merged else ())
+
+
+def _changed(source: Source, options: ConvertOptions) -> tuple[Source, MergedSource | None]:
+    """(the source with its adapters merged, in the dtype asked for; its part that merges, if there is any).
+
+    Adapters are merged in the wider of the two dtypes: nothing is rounded that is to be added to.
+    """
+    cast = None if options.dtype is None else dtype_name(options.dtype)
+    overflow = "overflow" in options.save.allow_lossy
+    if not options.adapters:
+        return (source if cast is None else CastSource(source, cast, overflow)), None
+    widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
+    merged = merge(CastSource(source, cast, overflow) if cast and widens else source, options.adapters)
+    return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
@@ -200,7 +224,9 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
             f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
-    wanted = can_hold and options.optimizer is not False and not options.save.release
+    if options.optimizer and options.adapters:
+        raise UsageError("--optimizer: its state no longer goes with weights that --adapter changes; leave it out")
+    wanted = can_hold and options.optimizer is not False and not options.save.release and not options.adapters
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
         dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
@@ -246,11 +272,12 @@ def _convert(
     refuse_place(save_dir)
     staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
     place = resolve(str(load_dir))
-    refuse_loss(save_dir, place, (options.load.config, options.save.base), RECORD_NAME)
+    others = (options.load.config, options.save.base, *(Path(each.place) for each in options.adapters))
+    refuse_loss(save_dir, place, others, RECORD_NAME)
     opened = OpenedFiles()
     with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-    asked = [options.dtype, options.all_extra(), _revision(place, source.header, options)]
+    asked = [options.dtype, options.adapters, options.all_extra(), _revision(place, source.header, options)]
     ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver, staging.target, options)))
     # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
@@ -275,7 +302,8 @@ def _convert(
             staging.keep()
         else:
             record = staging.file(RECORD_NAME, report.record_bytes)
-            record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
+            written = record_json(str(load_dir), saver, source.header, report.plan, fingerprint, report.adapters)
+            record.write(0, written)
             staging.commit()
     except BaseException as error:
         # An interrupted run is worth keeping only for somebody who said that they'd resume it.

@@ -38,6 +38,8 @@ class Attention:
     """Whether q and k are normed before they rotate."""
     qk_norm_width: str = "head"
     """What one such norm is over: each `head` alone, or `all` heads of a projection at once."""
+    qk_l2_norm: bool = False
+    """Whether q and k of layers that rotate are divided by the root of the mean of their squares: a norm without weights."""
     sinks: bool = False
     """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
     scale: float | None = None
@@ -74,6 +76,19 @@ class LatentAttention:
     """The part of head_dim that rotates: its last elements, in pairs, one for all heads of keys."""
     v_dim: int = 0
     """Elements of a head's values."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Of latent attention, which then is sparse: it chooses the positions that a token attends to (DeepSeek V3.2); all 0 without."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Of which `latent.rope_dim` elements rotate."""
+    topk: int = 0
+    """Positions that are chosen for each token."""
+    interleaved: bool = False
+    """Whether an element rotates with its neighbour, and not with the one half of those that rotate further."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,8 @@ class Experts:
     """Experts are chosen from the best group_topk of `groups` groups; None without groups."""
     router_bias: bool = False
     """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
+    probs_on_input: bool = False
+    """Whether those weights scale what experts are given, and not what they give."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +205,7 @@ class ModelConfig:
     norm: Norm = field(default_factory=Norm)
     positions: Positions = field(default_factory=Positions)
     latent: LatentAttention = field(default_factory=LatentAttention)
+    indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
@@ -229,6 +247,10 @@ class ModelConfig:
                 f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
             )
             raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
+        indexer = self.indexer
+        if indexer.heads and not (latent.q_rank and indexer.head_dim >= latent.rope_dim > 0 and indexer.topk > 0):
+            what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
+            raise CorruptCheckpoint(f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate")
         self._check_linear()
 
     def _check_linear(self) -> None:
@@ -303,6 +325,8 @@ SIZES: Mapping[str, Size] = {
     "q_rank": Size("latent.q_rank"),
     "rope_dim": Size("latent.rope_dim"),
     "v_dim": Size("latent.v_dim"),
+    "index_heads": Size("indexer.heads"),
+    "index_dim": Size("indexer.head_dim"),
     "linear_key_heads": Size("linear.key_heads"),
     "linear_value_heads": Size("linear.value_heads"),
     "linear_key_dim": Size("linear.key_dim"),
@@ -331,6 +355,7 @@ FEATURES: Mapping[str, Holds] = {
     "o_bias": lambda config, kind, layer: config.attention.o_bias,
     "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
     "wide_qk_norm": lambda config, kind, layer: config.attention.qk_norm and config.attention.qk_norm_width == "all",
+    "qk_l2_norm": lambda config, kind, layer: config.attention.qk_l2_norm,
     "qkv_alone": lambda config, kind, layer: config.attention.qkv_bias and not config.attention.o_bias,
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
@@ -351,11 +376,14 @@ FEATURES: Mapping[str, Holds] = {
     "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
     "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,
     "q_direct": lambda config, kind, layer: config.latent.q_rank == 0,
+    "indexer": lambda config, kind, layer: config.indexer.heads > 0,
+    "interleaved_indexer": lambda config, kind, layer: config.indexer.interleaved,
     "mixture": lambda config, kind, layer: config.experts.count > 0,
     "sigmoid_router": lambda config, kind, layer: config.experts.score == "sigmoid",
     "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,
     "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
     "router_bias": lambda config, kind, layer: config.experts.router_bias,
+    "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
     "token_types": lambda config, kind, layer: config.token_types > 0,
     "binary_head": lambda config, kind, layer: config.head.binary,

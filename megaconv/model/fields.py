@@ -12,6 +12,7 @@ from megaconv.model.config import (
     Encoder,
     Experts,
     Head,
+    Indexer,
     LatentAttention,
     LayerKind,
     LinearAttention,
@@ -27,6 +28,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "norm": Norm,
     "positions": Positions,
     "latent": LatentAttention,
+    "indexer": Indexer,
     "linear": LinearAttention,
     "experts": Experts,
     "encoder": Encoder,
@@ -64,6 +66,7 @@ STRUCTURE = (
     ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+    *("indexer.heads", "indexer.head_dim"),
     *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
@@ -141,6 +144,8 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
         without_effect.add("positions.local_theta")
     if not config.has("linear_layers"):
         without_effect |= {name for name in FIELDS if name.startswith("linear.")}
+    if not config.indexer.heads:
+        without_effect |= {name for name in FIELDS if name.startswith("indexer.") and name != "indexer.heads"}
     if not config.experts.count:
         without_effect |= {
             "layers.mlp",

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import app, print_json
+from megaconv.commands.cli.push import print_push
 from megaconv.commands.endings import say
 from megaconv.commands.process import ignore_signals
 from megaconv.errors import Interrupted, is_interruption
@@ -47,6 +48,8 @@ def convert(
     max_shard_size: opt.MaxShardSize = "5GB",
     dist_files: opt.DistFiles = None,
     base: opt.Base = None,
+    adapter: opt.Adapter = None,
+    push: opt.Push = None,
     release: opt.Release = False,
     allow_lossy: opt.AllowLossy = None,
     option: opt.Option = None,
@@ -70,7 +73,7 @@ def convert(
     from megaconv.engine.conversion import ConvertOptions
     from megaconv.engine.ranks import started_ranks
     from megaconv.model.layout import LayerSplit
-    from megaconv.options import LoadOptions, SaveOptions, checkpoint_types
+    from megaconv.options import LoadOptions, SaveOptions, adapter_choice, checkpoint_types
 
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     pp, split_rank = opt.all_stages(pp, split_rank, encoder_pp)
@@ -94,13 +97,27 @@ def convert(
         loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=opt.byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
-        extra=opt.extra(option), check_source=check_source,
+        extra=opt.extra(option), check_source=check_source, adapters=tuple(map(adapter_choice, adapter or ())),
     )  # fmt: skip
     ranks = started_ranks()
+    if push is not None and not dry_run and ranks.rank == 0:
+        from megaconv.commands.push import require_repository, require_token
+
+        require_repository(push)
+        require_token(push)  # rather now than after hours
     if not dry_run:
-        _convert(load_dir, save_dir, saver, options, ranks, as_json)
+        _convert(load_dir, save_dir, saver, options, ranks, as_json, push)
     elif ranks.rank == 0:
         _dry_run(load_dir, save_dir, saver, options, as_json)
+
+
+def _push(save_dir: str, repository: str) -> Any:
+    from megaconv.commands.process import heed_signals
+    from megaconv.commands.push import PushOptions
+    from megaconv.commands.push import push as run
+
+    heed_signals()
+    return run(save_dir, repository, PushOptions(as_is=True))
 
 
 def _complete(error: BaseException) -> str:
@@ -108,7 +125,9 @@ def _complete(error: BaseException) -> str:
     return str(error) if isinstance(error, Interrupted) else ""
 
 
-def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any, as_json: bool) -> None:
+def _convert(
+    load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any, as_json: bool, push: str | None
+) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
@@ -130,7 +149,7 @@ def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any,
         return
     ignore_signals()
     if as_json:
-        print_json(report.to_json())
+        print_json(report.to_json() | ({"push": _push(save_dir, push).to_json()} if push is not None else {}))
         return
     assert report.fingerprint is not None
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
@@ -143,6 +162,8 @@ def _convert(load_dir: str, save_dir: str, saver: str, options: Any, ranks: Any,
     show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:
         show(f"optimizer   {report.fingerprint.optimizer}{verified}")
+    if push is not None:
+        print_push(_push(save_dir, push), as_json=False)
 
 
 def _print_from_base(report: Any) -> None:

@@ -191,6 +191,18 @@ Base = Annotated[
         help="The original's Hugging Face directory: an hf output gets from it the tensors and files that the source doesn't hold.",
     ),
 ]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="DIR[:WEIGHT]",
+        help="A LoRA adapter (a directory of peft's, or a Hub id) to merge into the weights; may be repeated.",
+    ),
+]
+Push = Annotated[
+    str | None,
+    typer.Option("--push", metavar="ORG/NAME", help="Put the output on the Hugging Face Hub too; see `megaconv push`."),
+]
 Release = Annotated[
     bool,
     typer.Option("--release", help="Write a `release` checkpoint instead of an iteration."),

@@ -17,7 +17,7 @@ _VALUES = """
     rotary_seq_len_interpolation_factor
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim
     experimental_attention_variant linear_attention_freq linear_num_key_heads linear_key_head_dim linear_num_value_heads
-    linear_value_head_dim linear_conv_kernel_dim
+    linear_value_head_dim linear_conv_kernel_dim dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     encoder_num_layers decoder_num_layers decoder_seq_length relative_attention_num_buckets relative_attention_max_distance
     tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage expert_model_parallel_size
     expert_tensor_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
@@ -28,9 +28,9 @@ _VALUES = """
     lr_warmup_iters train_iters global_batch_size micro_batch_size seed
 """
 _SWITCHES = """
-    group_query_attention apply_layernorm_1p add_qkv_bias qk_layernorm attention_output_gate swiglu quick_geglu squared_relu
+    group_query_attention apply_layernorm_1p add_qkv_bias qk_layernorm qk_l2_norm attention_output_gate swiglu quick_geglu squared_relu
     openai_gelu apply_residual_connection_post_layernorm moe_grouped_gemm moe_router_pre_softmax
-    moe_router_enable_expert_bias moe_shared_expert_gate rotary_interleaved use_rope_scaling multi_latent_attention
+    moe_router_enable_expert_bias moe_apply_probs_on_input moe_shared_expert_gate rotary_interleaved use_rope_scaling multi_latent_attention
     untie_embeddings_and_output_weights account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     fp16 bf16 use_legacy_models no_load_optim no_load_rng
 """
@@ -54,6 +54,7 @@ _UNSETTABLE = (
     "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
     "yarn_mscale_all_dim", "yarn_correction_range_round_to_int", "softmax_scale", "attn_logit_softcapping",
     "final_logit_softcapping", "query_pre_attn_scalar", "hetereogenous_dist_checkpoint",
+    "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon", "dsa_indexer_rotate_activation",
     "beta_fast", "beta_slow", "original_max_position_embeddings", "megaconv_qk_norm_width",
 )  # fmt: skip
 _USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}

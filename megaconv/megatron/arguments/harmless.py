@@ -19,10 +19,11 @@ _BY_REASON: Mapping[str, str] = {
         async_tensor_model_parallel_allreduce bias_activation_fusion fp4_param fp8_param moe_extended_tp
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage persist_layer_norm pipeline_dtype
     """,
-    "of sparse attention, and of linear attention that core 0.16.1 has not: only with other values of experimental_attention_variant": """
-        dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads
-        dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-        dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
+    "of an indexer of sparse attention: how it is trained, rounded and computed; the offset counts with a dsa_indexer_topk_freq alone": """
+        dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_rotate_activation dsa_indexer_skip_topk_offset
+        dsa_indexer_use_sparse_loss dsa_kernel_backend
+    """,
+    "of linear attention that core 0.16.1 has not: only with other values of experimental_attention_variant": """
         experimental_attention_variant_loss_scale_func gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute gdp_num_householder
     """,
     "of Mamba's layers: only with is_hybrid_model or a hybrid pattern, which are refused": """

@@ -18,6 +18,7 @@ from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.rope import read_scaling
+from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
@@ -100,7 +101,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     given |= found
     if given.get("encoder.layers") or given.get("head.activation"):
         return given | read_encoder(args, given, legacy=legacy)
-    return given | read_latent(args) | read_linear(args)
+    return given | read_latent(args) | read_linear(args) | read_sparse(args)
 
 
 def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,12 +113,18 @@ def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     width = getattr(args, "kv_channels", None) or found["hidden"] // heads
     given |= {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
     # The tensors show whether there are norms of q and k, but those of a model all of whose layers are linear.
-    for name, field in (("attention_output_gate", "attention.output_gate"), ("qk_layernorm", "attention.qk_norm")):
+    for name, field in _FLAGS.items():
         if hasattr(args, name):
             given[field] = bool(getattr(args, name))
     return given
 
 
+_FLAGS = {
+    "attention_output_gate": "attention.output_gate",
+    "qk_layernorm": "attention.qk_norm",
+    "qk_l2_norm": "attention.qk_l2_norm",
+}
+"""Arguments of attention that are on or off."""
 _FIELDS = {
     "normalization": "norm.kind",
     "max_position_embeddings": "max_positions",
@@ -206,7 +213,10 @@ def _experts(args: Namespace) -> dict[str, Any]:
         given["experts.ffn"] = width
     return given | {
         "experts.shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
-        "experts.renormalize": not softmax or not getattr(args, "moe_router_pre_softmax", False),
+        "experts.renormalize": not getattr(args, "moe_router_pre_softmax", False)
+        if softmax
+        else given.get("experts.per_token") != 1,
+        "experts.probs_on_input": bool(getattr(args, "moe_apply_probs_on_input", False)),
     }
 
 

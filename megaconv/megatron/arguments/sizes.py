@@ -181,7 +181,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     found |= _find_mlp(layers, layout, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
-    if any("norm" in name and name.endswith("bias") for name in layers[0]):
+    if any("norm" in name and name.endswith("bias") and ".indexer." not in name for name in layers[0]):
         found["norm.kind"] = "LayerNorm"
     if encoder_layers:
         found |= {"encoder.layers": encoder_layers, "norm.final": names.final_norm + ".weight" in last}
