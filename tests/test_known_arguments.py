@@ -325,7 +325,7 @@ def edited(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     return edit
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["convert", "--saver", "hf", "--save-dir", "OUT", "--load-dir"]])
+@pytest.mark.parametrize("command", [["fingerprint"], ["convert", "--saver", "hf", "--save-dir", "OUT", "--load-dir"]])
 def test_the_commands_refuse_with_status_3(
     command: list[str], edited: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
@@ -346,7 +346,7 @@ def test_a_config_json_beside_it_hides_nothing(edited: Callable[[dict[str, Any]]
     )
     path = edited({"export_qk_l2_norm": True})
     (tmp_path / "hf").rename(path / "hf")
-    assert_refused(run("inspect", path), 3, "export_qk_l2_norm")
+    assert_refused(run("fingerprint", path), 3, "export_qk_l2_norm")
 
 
 def test_the_commands_say_nothing_of_what_is_harmless(
