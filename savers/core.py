@@ -43,6 +43,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _check(options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
+    if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
+        options = replace(options, grouped_experts=True)  # Megatron core's stack of such layers has no others
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it

@@ -221,7 +221,7 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rea
 OTHER: dict[str, tuple[object, ...]] = {
     "moe_router_load_balancing_type": ("sinkhorn", ["aux_loss", "sinkhorn"], "quantile_balancing"),
     "softmax_type": ("off-by-one",),
-    "spec": (["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],),
+    "spec": (["megatron.core.models.retro.decoder_spec", "get_retro_decoder_block_spec"],),
     "mrope_section": ([16, 24, 24],),
     "moe_expert_capacity_factor": (1.0,),
 }
@@ -325,7 +325,7 @@ def edited(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     return edit
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["convert", "--saver", "hf", "--save-dir", "OUT", "--load-dir"]])
+@pytest.mark.parametrize("command", [["fingerprint"], ["convert", "--saver", "hf", "--save-dir", "OUT", "--load-dir"]])
 def test_the_commands_refuse_with_status_3(
     command: list[str], edited: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
@@ -346,7 +346,7 @@ def test_a_config_json_beside_it_hides_nothing(edited: Callable[[dict[str, Any]]
     )
     path = edited({"export_qk_l2_norm": True})
     (tmp_path / "hf").rename(path / "hf")
-    assert_refused(run("inspect", path), 3, "export_qk_l2_norm")
+    assert_refused(run("fingerprint", path), 3, "export_qk_l2_norm")
 
 
 def test_the_commands_say_nothing_of_what_is_harmless(
