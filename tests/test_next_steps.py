@@ -87,7 +87,7 @@ def test_what_is_no_checkpoint_gets_its_next_step(
 ) -> None:
     path = make(tmp_path / "input")
     for command in (
-        ["inspect", path],
+        ["fingerprint", path],
         ["convert", "--load-dir", path, "--saver", "core", "--save-dir", tmp_path / "out"],
     ):
         with unchanged(tmp_path):
