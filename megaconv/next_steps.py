@@ -131,7 +131,7 @@ def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool
         if not kind.incomplete:
             return UnsupportedInput(what)
         if not (path / CONFIG_NAME).is_file():
-            return CorruptCheckpoint(what, code="missing-file")
+            return UnknownFormat(what)
     return _parent(path, list(islice(_below(path, is_checkpoint), _LISTED))) if below else None
 
 

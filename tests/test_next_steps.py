@@ -119,14 +119,14 @@ def test_weights_without_a_configuration_are_read_as_their_message_says(tmp_path
     model = write_llama(tmp_path / "model")
     (tmp_path / "original").mkdir()
     (model / "config.json").rename(tmp_path / "original" / "config.json")
-    outcome = run("inspect", model)
+    outcome = run("fingerprint", model)
     assert_refused(outcome, 3, "no config.json", "--loader hf --config ORIGINAL")
     assert run("inspect", model, "--loader", "hf", "--config", tmp_path / "original").status == 0
 
 
 def test_what_can_not_be_read_has_a_code_of_its_own(tmp_path: Path) -> None:
     path = touch("adapter_config.json")(tmp_path / "input")
-    assert json.loads(run("inspect", path, "--json").out)["error"]["code"] == "unsupported-input"
+    assert json.loads(run("fingerprint", path, "--json").out)["error"]["code"] == "unsupported-input"
 
 
 def test_every_next_step_is_short() -> None:
