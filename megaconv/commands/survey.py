@@ -19,7 +19,7 @@ from megaconv.commands.stored import (
 from megaconv.commands.units import readable, share
 from megaconv.errors import CheckpointError
 
-CODES = ("unknown-format", "unknown-family", "config-needed", "not-representable")
+CODES = ("unknown-format", "unsupported-input", "unknown-family", "config-needed", "not-representable")
 """Errors of an input that may be whole nonetheless: nobody here knows what model it is."""
 
 
