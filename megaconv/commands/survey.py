@@ -91,7 +91,7 @@ def survey(path: Path, error: CheckpointError) -> Survey | None:
     if contents is None:
         return None
     if adapter is not None:
-        reason = "an adapter is not a model; its base is"
+        reason = "an adapter is not a model; merge it into its base (megaconv merge BASE ADAPTER)"
         return _of(path, contents, adapter, reason, "an adapter (PEFT), ")
     return _of(path, contents, config_facts(path), _reason(path, error))
 
