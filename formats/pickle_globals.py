@@ -335,3 +335,27 @@ _VALUES: dict[tuple[str, str], Callable[..., object]] = {
     ("pathlib", "WindowsPath"): _path(PureWindowsPath),
     ("torch", "Size"): _naturals,
 }
+
+
+_CLASS = re.compile(
+    r"(megatron|transformer_engine|transformer_engine_torch|omegaconf|nemo|lightning|pytorch_lightning|deepspeed|apex|modelopt"
+    r"|transformers|accelerate|trl|peft)(\.[a-z_]\w*)*\.(_?[A-Z]\w*\.)*_?[A-Z]\w*"
+    r"|deepspeed\.utils\.tensor_fragment\.fragment_address"
+)
+"""Classes of packages that checkpoints come from, as all classes are written."""
+
+
+def is_ordinary(module: str, name: str) -> bool:
+    """Whether checkpoints have this, by its names as `resolve` gives them: what is read here, or a class of a known package."""
+    key = module, name
+    if key in _TENSORS or key in _WRAPPERS or key in _BY_TYPE or key in _VALUES or name in _HARMLESS.get(module, ()):
+        return True
+    full = f"{module}.{name}"
+    return key == ("copyreg", "_reconstructor") or any(pattern.fullmatch(full) for pattern in (_ORDINARY, _CLASS))
+
+
+def called_by(function: Global, args: tuple[object, ...]) -> list[Global]:
+    """A function that is called, and those that it is given to call."""
+    key = function.module, function.name
+    inner = args[:1] if key in _BY_TYPE or key == ("copyreg", "_reconstructor") else ()
+    return [function, *(each for each in inner if type(each) is Global)]

@@ -9,7 +9,7 @@ from mmap import mmap
 from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
-from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual
+from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual, resolve
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
@@ -63,6 +63,10 @@ class Machine:
     def to_mark(self) -> list[object]:
         items, self.stack = self.stack, self.below.pop()
         return items
+
+    def resolve(self, module: str, name: str) -> object:
+        """What stands for a name (`pickle_globals.resolve`)."""
+        return resolve(module, name)
 
     def call(self, function: object, args: object) -> None:
         if not isinstance(args, tuple):

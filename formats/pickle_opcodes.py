@@ -6,7 +6,7 @@ What each one does, and which bytes follow it, is described in CPython's picklet
 from collections.abc import Callable
 from struct import Struct
 
-from formats.pickle_globals import MalformedError, UnsafeCallError, check_key, resolve
+from formats.pickle_globals import MalformedError, UnsafeCallError, check_key
 from formats.pickle_machine import Machine
 
 Handler = Callable[[Machine], None]
@@ -156,14 +156,14 @@ def _add_items(m: Machine) -> None:
 
 
 def _global(m: Machine) -> None:
-    m.stack.append(resolve(m.line().decode(), m.line().decode()))
+    m.stack.append(m.resolve(m.line().decode(), m.line().decode()))
 
 
 def _stack_global(m: Machine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(module, str) or not isinstance(name, str):
         raise MalformedError("a class whose name is not a string")
-    m.stack.append(resolve(module, name))
+    m.stack.append(m.resolve(module, name))
 
 
 def _reduce(m: Machine) -> None:
@@ -179,7 +179,7 @@ def _new_with_keywords(m: Machine) -> None:
 
 
 def _inst(m: Machine) -> None:
-    function, args = resolve(m.line().decode(), m.line().decode()), m.to_mark()
+    function, args = m.resolve(m.line().decode(), m.line().decode()), m.to_mark()
     m.call(function, tuple(args))
 
 

@@ -17,7 +17,7 @@ from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
 from megaconv.model.sharding import rank_sizes
-from megaconv.options import SaveOptions
+from megaconv.options import LAYOUT_OPTIONS, SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
 
@@ -32,11 +32,19 @@ HOLDS_SHIFTED = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
 
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    files = ("files",) if options.ckpt_format == "torch_dist" else ()
+    return (*LAYOUT_OPTIONS, "ep", "etp", "transformer_impl", "grouped_experts", "ckpt_format", *files)
+
+
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
     _check(options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
+    if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
+        options = replace(options, grouped_experts=True)  # Megatron core's stack of such layers has no others
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from megaconv.families import families, family_of_hf
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
-from tests.strategies import Draw, has_linear_attention, with_linear_attention
+from tests.strategies import Draw, has_linear_attention, has_mamba, with_linear_attention, with_mamba
 
 Raw = dict[str, Any]
 
 FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
-LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
+LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
 """Families whose config.json has Llama's words."""
 WITHOUT_CLASS = ("bailing_moe2",)
 """Families that no release of transformers has."""
@@ -119,6 +119,18 @@ OWN_KEYS: dict[str, Raw] = {
     "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "head_dim": 4},  # hidden_size over heads
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 3,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "mlp_hidden_act": "relu2",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+    },
 }
 """What only these families say, or say otherwise."""
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -218,7 +230,8 @@ IN_TENSORS = (
 def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
     """What a loader reads off the tensors."""
     placed = () if config.norm.place == "before" else ("norm.place",)
-    return {name: value_of(config, name) for name in (*IN_TENSORS, *placed, *more)}
+    mixers = ("mamba.heads", "mamba.head_dim") if config.has("mamba_layers") else ()
+    return {name: value_of(config, name) for name in (*IN_TENSORS, *placed, *mixers, *more)}
 
 
 @st.composite
@@ -475,6 +488,8 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
+    if has_mamba(name):
+        return draw(with_mamba(changed(config, {"positions.scaling": None, "positions.theta": 1e4})))
     if name in EXPERT_KEYS:
         config = draw(with_experts(config))
     if has_linear_attention(name):

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tests import custom_layers, delta_net_oracle, encoder_oracle, sparse_oracle
+from tests import custom_layers, delta_net_oracle, encoder_oracle, mamba_oracle, sparse_oracle
 from tests.custom_layers import CORES_OWN, Needs
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ def build(args: Namespace, virtual_stage: int | None, needs: Needs = CORES_OWN) 
         return encoder_oracle.build_t5(args, transformer_config(args))
     if encoder_oracle.is_bert(args):
         return encoder_oracle.build_bert(args, transformer_config(args), virtual_stage)
+    if mamba_oracle.is_hybrid(args):
+        return mamba_oracle.build(args, transformer_config(args))
     return build_gpt(args, virtual_stage, needs)
 
 

@@ -144,9 +144,9 @@ NOT_IN_BRIDGE: Mapping[str, set[str]] = {
 
 
 def ours(name: str) -> Names:
-    """The same of a family's table, without biases of q, k and v, layers for multi-token prediction, and queries made directly."""
+    """The same of a family's table, without biases of q, k and v, and layers for multi-token prediction."""
     found: dict[str, tuple[str, ...]] = {}
-    rows = (row for row in families()[name].rows if row.stage != "mtp" and row.when != "q_direct")
+    rows = (row for row in families()[name].rows if row.stage != "mtp")
     for row in (row for row in rows if not row.canonical.endswith("attn.{q|k|v}.bias")):
         core = [word for spelling in row.spelling(CORE_GROUPED) for word in expand(spelling.name)]
         hf = [word for spelling in row.spelling(HF) for word in expand(spelling.name)]

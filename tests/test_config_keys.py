@@ -32,6 +32,9 @@ SILENT = {
     ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
     # another name for sliding_window_pattern, which counts where there are no layer_types
     ("gemma3_text", "_sliding_window_pattern"),
+    # older names of hybrid_override_pattern's and head_dim's, and layers for multi-token prediction, which are left out
+    ("nemotron_h", "layers_block_type"), ("nemotron_h", "attention_head_dim"), ("nemotron_h", "num_nextn_predict_layers"),
+    ("nemotron_h", "mtp_layers_block_type"),
     # which class it is, and which dtype the weights have: other tests
     ("bert", "architectures"), ("bert", "model_type"),
 }  # fmt: skip
@@ -44,7 +47,8 @@ def complete(family: str) -> dict[str, Any]:
         return raw_gpt2(torch_dtype="bfloat16")
     if family in ("bert", "t5"):
         return {**(BERT if family == "bert" else T5)}
-    return raw_config(family, torch_dtype="bfloat16", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    return raw_config(family, torch_dtype="bfloat16", **({} if family == "nemotron_h" else windows))
 
 
 def declared(table: Family) -> set[str]:

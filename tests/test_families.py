@@ -93,6 +93,17 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4, "mlp_only_layers": [1]},
     "qwen3_5": DELTA_NET,
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 3,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 4,
+    },
     "qwen3_5_moe": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4},
 }
 

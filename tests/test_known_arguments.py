@@ -221,7 +221,7 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rea
 OTHER: dict[str, tuple[object, ...]] = {
     "moe_router_load_balancing_type": ("sinkhorn", ["aux_loss", "sinkhorn"], "quantile_balancing"),
     "softmax_type": ("off-by-one",),
-    "spec": (["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],),
+    "spec": (["megatron.core.models.retro.decoder_spec", "get_retro_decoder_block_spec"],),
     "mrope_section": ([16, 24, 24],),
     "moe_expert_capacity_factor": (1.0,),
 }

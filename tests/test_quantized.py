@@ -16,7 +16,7 @@ from formats.tensor import ITEMSIZE, Box, LazyTensor, read_tensor
 from megaconv.engine.conversion import fingerprint
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.stream import ArrayTensor, as_lazy
-from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.errors import TensorMismatch, UnsupportedInput
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 from tests.test_families import write_model
@@ -144,9 +144,9 @@ def test_fp8_and_mxfp4_without_scales_are_refused() -> None:
 
 
 def test_fp8_without_blocks_and_other_methods_are_refused() -> None:
-    with pytest.raises(NotExpressible, match="weight_block_size None"):
+    with pytest.raises(UnsupportedInput, match="weight_block_size None"):
         dequantize({}, {"quantization_config": {"quant_method": "fp8"}}, None, "here")
-    with pytest.raises(NotExpressible, match=r"quantized \(awq\).*fp8 or mxfp4"):
+    with pytest.raises(UnsupportedInput, match=r"quantized \(awq\).*fp8 or mxfp4"):
         dequantize({}, {"quantization_config": {"quant_method": "awq"}}, None, "here")
 
 

@@ -39,6 +39,10 @@ PARTNERS: dict[str, dict[str, Any]] = {
         "linear.key_dim": 6,
         "linear.value_dim": 5,
         "linear.conv": 3,
+        "mamba.heads": 4,
+        "mamba.head_dim": 3,
+        "mamba.groups": 2,
+        "mamba.state": 7,
     },
 }
 """What has to change with a field for the model to be one at all."""
@@ -59,7 +63,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
     "layers.mixer": ("mamba", "linear", "attention", ("linear", "linear", "attention", "linear")),
-    "layers.mlp": ("experts", "dense", ("dense", "experts", "experts", "dense")),
+    "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),
     "positions.kind": ("rope", "learned", "relative"),

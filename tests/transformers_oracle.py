@@ -127,6 +127,13 @@ DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+MAMBA: dict[str, Any] = {
+    "head_dim": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 4,
+    "ssm_state_size": 5,
+}
 ROTATIONS: dict[str, dict[str, Any]] = {
     "whole heads rotate": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0}
@@ -261,6 +268,10 @@ VARIANTS = {
     "glm": Variant("glm", {"head_dim": 16}, {"whole heads": rope(5000.0, partial_rotary_factor=1.0)}, quick=QUICK),
     "ernie4_5": Variant(
         "ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True}, {"rotary base": rope(10000.0)}, quick=QUICK
+    ),
+    "nemotron_h": Variant(
+        "nemotron_h", {**MAMBA, "hybrid_override_pattern": "M*-M"}, {"epsilon": {"layer_norm_epsilon": 1e-2}},
+        ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
     ),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
@@ -411,6 +422,12 @@ MIXTURES = {
          "window on the other layers": {"layer_types": ["full_attention", "sliding_attention"] * 2}},
         quick=QUICK_WITH_EXPERTS,
     ),
+    "nemotron_h, experts": Variant(
+        "nemotron_h",
+        {**MAMBA, "hybrid_override_pattern": "ME*E", "n_routed_experts": 4, "moe_intermediate_size": 48,
+         "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}}, ("tp2 pp1 ep2", "tp1 pp2 ep2"), QUICK_WITH_EXPERTS,
+    ),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 NAMED = {
@@ -435,6 +452,8 @@ def create(variant: Variant, directory: Path) -> None:
     sizes = {**GPT2_SIZES} if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
     if any(name in variant.settings for name in OTHER_EPSILONS):
         del sizes["rms_norm_eps"]
+    if variant.model_type == "nemotron_h":  # whose epsilon is Megatron's own, and which knows no positions
+        del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

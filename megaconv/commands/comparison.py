@@ -206,9 +206,10 @@ def _compare_values(
 def _distance(
     left: "np.ndarray[Any, np.dtype[np.uint8]]", right: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str
 ) -> tuple[int, float]:
-    """(elements whose bits differ, largest absolute difference; NaN counts as infinite)."""
-    unequal = (left.reshape(-1, ITEMSIZE[dtype]) != right.reshape(-1, ITEMSIZE[dtype])).any(axis=1)
-    with np.errstate(invalid="ignore"):
-        distance = np.abs(numbers(left.reshape(-1), dtype) - numbers(right.reshape(-1), dtype))
-        alike = (distance == 0) | (np.isnan(distance) & ~np.repeat(unequal, distance.size // unequal.size))
-    return int(unequal.sum()), float(np.nan_to_num(distance[~alike], nan=np.inf, posinf=np.inf).max(initial=0.0))
+    """(elements whose bits differ, largest absolute difference of these; NaN counts as infinite)."""
+    a, b = (side.reshape(-1, ITEMSIZE[dtype]) for side in (left, right))
+    differ = (a != b).any(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ours, theirs = (numbers(np.ascontiguousarray(side[differ]).reshape(-1), dtype) for side in (a, b))
+        distance = np.abs(ours - theirs)
+    return int(differ.sum()), float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0))

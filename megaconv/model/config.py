@@ -18,9 +18,9 @@ class LayerKind:
     """What one layer of the decoder (or of the only stack) is made of."""
 
     mixer: str = "attention"
-    """What mixes tokens: `attention`, or `linear` (a gated delta net)."""
+    """What mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (a Mamba 2), or `none` in a layer that is an MLP alone."""
     mlp: str = "dense"
-    """`dense`, or `experts`."""
+    """`dense`, `experts`, or `none` in a layer that is a mixer alone."""
     window: int | None = None
     """Number of positions that a token attends to, itself included; None for all."""
     rotates: bool = True
@@ -65,6 +65,18 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Of layers whose mixer is `mamba`: Mamba 2 (arXiv 2405.21060), with a convolution over 4 positions; all 0 in models without."""
+
+    heads: int = 0
+    head_dim: int = 0
+    groups: int = 0
+    """Of heads, each of which has one B and one C."""
+    state: int = 0
+    """Elements of B and of C."""
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); all 0 without."""
 
@@ -96,7 +108,7 @@ class Positions:
     """How a model knows a token's position."""
 
     kind: str = "rope"
-    """`rope`, `learned` (a table of max_positions rows) or `relative` (biases on attention scores)."""
+    """`rope`, `learned` (a table of max_positions rows), `relative` (biases on attention scores) or `none`."""
     theta: float = 10000.0
     local_theta: float | None = None
     """Of layers with a window, where they have a base of their own; `scaling` is then of the other layers alone."""
@@ -207,6 +219,7 @@ class ModelConfig:
     latent: LatentAttention = field(default_factory=LatentAttention)
     indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
+    mamba: Mamba = field(default_factory=Mamba)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
     head: Head = field(default_factory=Head)
@@ -252,6 +265,7 @@ class ModelConfig:
             what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
             raise CorruptCheckpoint(f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate")
         self._check_linear()
+        self._check_mamba()
 
     def _check_linear(self) -> None:
         linear = self.linear
@@ -263,6 +277,13 @@ class ModelConfig:
             raise CorruptCheckpoint(
                 f"the model's linear attention can't have {what} and a convolution over {linear.conv} positions"
             )
+
+    def _check_mamba(self) -> None:
+        mamba = self.mamba
+        sizes = (mamba.heads, mamba.head_dim, mamba.groups, mamba.state)
+        if any(kind.mixer == "mamba" for kind in self.layers) and (not all(sizes) or mamba.heads % mamba.groups):
+            what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
+            raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
 
     @property
     def layer_count(self) -> int:
@@ -332,6 +353,10 @@ SIZES: Mapping[str, Size] = {
     "linear_key_dim": Size("linear.key_dim"),
     "linear_value_dim": Size("linear.value_dim"),
     "linear_conv": Size("linear.conv"),
+    "mamba_heads": Size("mamba.heads"),
+    "mamba_head_dim": Size("mamba.head_dim"),
+    "mamba_groups": Size("mamba.groups"),
+    "mamba_state": Size("mamba.state"),
 }
 """Name in shapes -> the size."""
 
@@ -365,6 +390,7 @@ FEATURES: Mapping[str, Holds] = {
     "sinks": lambda config, kind, layer: config.attention.sinks,
     "output_gate": lambda config, kind, layer: config.attention.output_gate,
     "linear_layers": lambda config, kind, layer: any(each.mixer == "linear" for each in config.layers),
+    "mamba_layers": lambda config, kind, layer: any(each.mixer == "mamba" for each in config.layers),
     "mlp_bias": lambda config, kind, layer: config.mlp.bias,
     "gated": lambda config, kind, layer: config.mlp.gated,
     "plain": lambda config, kind, layer: not config.mlp.gated,
@@ -394,8 +420,9 @@ FEATURES: Mapping[str, Holds] = {
     # of a layer
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
+    "mamba": lambda config, kind, layer: kind.mixer == "mamba",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
-    "dense": lambda config, kind, layer: not (config.experts.count and kind.mlp == "experts"),
+    "dense": lambda config, kind, layer: kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts"),
     "window": lambda config, kind, layer: kind.window is not None,
     "first_layer": lambda config, kind, layer: layer == 0,
     "later_layer": lambda config, kind, layer: layer > 0,

@@ -30,11 +30,11 @@ def plan(
     """
     from megaconv.commands.inspection import inspect
     from megaconv.commands.layouts import layouts
-    from megaconv.options import LoadOptions
+    from megaconv.options import LoadOptions, byte_size
 
     options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
     header = inspect(path, options, loader, check_source=False).header
-    found = layouts(header, gpus, None if gpu_memory is None else opt.byte_size(gpu_memory))
+    found = layouts(header, gpus, None if gpu_memory is None else byte_size(gpu_memory))
     if as_json:
         print_json(found.to_json())
         return

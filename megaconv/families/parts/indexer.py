@@ -35,7 +35,7 @@ def sparse_attention(*, halves: bool) -> tuple[Row, ...]:
     """Latent attention with an indexer. halves: whether an indexer's element rotates with the one half a part further, and not
     with its neighbour."""
     return (
-        *map(_normed_apart, LATENT_ATTENTION),
+        *(_normed_apart(row) for row in LATENT_ATTENTION if row.when != "q_direct"),
         Row("layers.{l}.attn.indexer.q.weight", ("index_heads*index_dim q_rank",),
             hf=_HF + "wq_b.weight",
             core=_CORE + "linear_wq_b.weight",

@@ -38,6 +38,7 @@ _READ = """
     attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input
     experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    hybrid_layer_pattern mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_rope_interleaved
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
@@ -60,7 +61,9 @@ READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""
 
 LIMITED: Mapping[str, Limit] = {
-    "position_embedding_type": Limit((None, "rope", "yarn", "learned_absolute", "relative"), "how positions enter"),
+    "position_embedding_type": Limit(
+        (None, "rope", "yarn", "learned_absolute", "relative", "none"), "how positions enter"
+    ),
     "normalization": Limit((None, "RMSNorm", "LayerNorm"), "the kind of norm"),
     "rope_type": Limit((None, "rope", "yarn"), "how the rotations of latent attention are scaled"),
     "experimental_attention_variant": Limit((None, "gated_delta_net", "dsa"), "another attention"),
@@ -108,7 +111,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "moe_shared_expert_glu_interleave_size": Limit(
         (None,), "rows of gate and up alternate in the shared expert's first matrix", only="experts"
     ),
-    "is_hybrid_model": Limit((None, False), "some layers are Mamba's"),
     "heterogeneous_block_specs": Limit((None, False), "layers differ from each other"),
     "mtp_use_repeated_layer": Limit((None, False), "one MTP layer predicts all further tokens"),
     "mtp_hybrid_override_pattern": Limit((None,), "MTP layers are of several kinds"),
@@ -136,14 +138,13 @@ _PARSER: Mapping[str, Limit] = {
             "megatron.core.models.bert.bert_layer_specs",
             "bert_layer_local_spec",
             "bert_layer_with_transformer_engine_spec",
+            "megatron.core.models.mamba.mamba_layer_specs",
+            "mamba_stack_spec",
+            "megatron.core.models.hybrid.hybrid_layer_specs",
+            "hybrid_stack_spec",
         ),
         "layers are made of modules of the user's own, or of another kind of model",
     ),
-    # core_v0.8.0 and later; the first two up to core_v0.16.1, the last from core_v0.17.0.
-    "hybrid_attention_ratio": Limit((None, 0), "some layers are Mamba's"),
-    "hybrid_mlp_ratio": Limit((None, 0), "some layers are Mamba's"),
-    "hybrid_override_pattern": Limit((None,), "layers are of several kinds, such as Mamba's"),
-    "hybrid_layer_pattern": Limit((None,), "layers are of several kinds, such as Mamba's"),
     # core_v0.12.0 and later.
     "heterogeneous_layers_config_path": Limit((None, ""), "layers differ from each other"),
     "heterogeneous_layers_config_encoded_json": Limit((None, ""), "layers differ from each other"),

@@ -17,6 +17,7 @@ from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
+from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
 from megaconv.megatron.arguments.rope import read_scaling
 from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
@@ -35,7 +36,8 @@ def from_arguments(
     Raises CorruptCheckpoint where args lack something that tensors can't show, UnknownFamily for a model of no known family.
     """
     given = read_fields(args, found, legacy=legacy)
-    for field, argument in (_NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})).items():
+    needed = _NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})
+    for field, argument in (needed | (NEEDED_OF_MAMBA if "mamba.heads" in found else {})).items():
         if field not in given:
             _need(args, argument)
     unnamed = from_fields("", given)
@@ -76,6 +78,8 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
     given = {name: value_of(config, name) for name in IN_TENSORS}
     if config.norm.place in ("after", "both"):
         given["norm.place"] = config.norm.place
+    if config.has("mamba_layers"):
+        given |= {"mamba.heads": config.mamba.heads, "mamba.head_dim": config.mamba.head_dim}
     return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
 
@@ -98,6 +102,8 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     given |= _rotating_layers(args, found)
     if found.get("experts.count"):
         given |= _experts(args)
+    if "mamba.heads" in found:
+        given |= read_mamba(args)
     given |= found
     if given.get("encoder.layers") or given.get("head.activation"):
         return given | read_encoder(args, given, legacy=legacy)
@@ -258,8 +264,9 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
         value = getattr(args, name, None)
         return value if type(value) is int and 0 < value <= RANKS else None
 
-    pattern = getattr(args, "pipeline_model_parallel_layout", None)
+    pattern, listed = getattr(args, "pipeline_model_parallel_layout", None), stages_of(args)
     split = LayerSplit(
+        layers=listed,
         first=size("decoder_first_pipeline_num_layers"),
         last=size("decoder_last_pipeline_num_layers"),
         account_for_embedding=getattr(args, "account_for_embedding_in_pipeline_split", False) is True,
@@ -267,7 +274,7 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
         pattern=pattern if isinstance(pattern, str) else None,
     )
     tp, pp = size("tensor_model_parallel_size") or 1, size("pipeline_model_parallel_size") or 1
-    vpp = size("virtual_pipeline_model_parallel_size") or 1
+    vpp = len(listed) // pp if listed else size("virtual_pipeline_model_parallel_size") or 1
     try:
         stages = split_layers(config.layer_count, pp, vpp, split)
     except LayoutError:

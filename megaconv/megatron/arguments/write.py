@@ -14,6 +14,7 @@ from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
+from megaconv.megatron.arguments.mamba import mamba_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.megatron.arguments.sparse import sparse_arguments
@@ -65,6 +66,7 @@ def to_arguments(
         | beyond_core_arguments(config, legacy=legacy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
+        | mamba_arguments(config, layout)
         | split_rank_arguments(layout, legacy=legacy)
         | _training(config, training, transformer_impl, legacy)
     )

@@ -93,9 +93,9 @@ class GlobalModel:
     ) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
         whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-        # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
+        # Local layers take Transformer Engine's names for their keys, but with latent attention and in hybrids keep their own.
         naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
-        if local and config.latent.kv_rank:
+        if local and (config.latent.kv_rank or config.has("mamba_layers")):
             naming, renamed = CORE_LOCAL, False
         naming = with_rope_last(naming) if rope_last else naming
         natives = [
@@ -103,7 +103,8 @@ class GlobalModel:
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if native.copy is None or native.copy.written
         ]
-        stacked = not (config.experts.count and config.layers_with("dense")) and not config.has("linear_layers")
+        alike = not (config.experts.count and config.layers_with("dense"))
+        stacked = alike and not config.has("linear_layers") and not config.has("mamba_layers")
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in chain.from_iterable(map(pieces, natives)):
@@ -130,7 +131,11 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
 def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     names = [native.name for native in natives]
     known = extra_states(names, CORE_LOCAL if local else CORE)
-    modules = [name for name in known if is_of_linear_layer(name) or not (local or "output_layer" in name)]
+    # Of the head GPTModel leaves it out, MambaModel doesn't.
+    with_head = "decoder.final_norm.weight" in names
+    modules = [
+        name for name in known if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
+    ]
     if not local:
         norms = ("q_layernorm.weight", "k_layernorm.weight", "kv_layernorm.weight", "indexer.k_norm.weight")
         modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]

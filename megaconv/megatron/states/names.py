@@ -52,7 +52,7 @@ _NORMS = tuple(
     f"{name}.weight"
     for name in (
         *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm"),
-        *("enorm", "hnorm", "out_norm"),
+        *("enorm", "hnorm", "out_norm", "final_norm"),
     )
 )
 """Norms that are modules of their own among Transformer Engine's too."""
@@ -85,6 +85,6 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
         norms = [name for name in names if name.endswith(_NORMS)]
         found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
     heads = [name for name in ("lm_head.output_layer", "output_layer") if any(n.startswith(f"{name}.") for n in names)]
-    if "decoder.final_layernorm.weight" in names and not heads:
+    if not heads and ("decoder.final_layernorm.weight" in names or "decoder.final_norm.weight" in names):
         heads = ["output_layer"]  # a tied one, which has no parameters of its own
     return found | {head + EXTRA_STATE: False for head in heads}
