@@ -87,7 +87,7 @@ def test_what_is_no_checkpoint_gets_its_next_step(
 ) -> None:
     path = make(tmp_path / "input")
     for command in (
-        ["inspect", path],
+        ["fingerprint", path],
         ["convert", "--load-dir", path, "--saver", "core", "--save-dir", tmp_path / "out"],
     ):
         with unchanged(tmp_path):
@@ -119,7 +119,7 @@ def test_weights_without_a_configuration_are_read_as_their_message_says(tmp_path
     model = write_llama(tmp_path / "model")
     (tmp_path / "original").mkdir()
     (model / "config.json").rename(tmp_path / "original" / "config.json")
-    outcome = run("inspect", model)
+    outcome = run("fingerprint", model)
     assert_refused(outcome, 3, "no config.json", "--loader hf --config ORIGINAL")
     assert run("inspect", model, "--loader", "hf", "--config", tmp_path / "original").status == 0
 
