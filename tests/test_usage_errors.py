@@ -92,7 +92,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, hf"]),
+        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, deepspeed, hf"]),
         ("--dtype fp8", ["'fp8'", "bf16, fp16, fp32"]),
         ("--dtype int8", ["'int8'", "bf16, fp16, fp32"]),
         ("--dtype bf16 --fp16", ["bf16", "fp16", "contradict"]),
@@ -149,7 +149,7 @@ def test_options_that_say_what_there_is_anyway_are_no_error(model: Path, options
 
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:
     with unchanged(model.parent):
-        assert_refused(convert(model, saver="pickle"), 2, "no saver", "'pickle'", "core, legacy, dcp, hf")
+        assert_refused(convert(model, saver="pickle"), 2, "no saver", "'pickle'", "core, legacy, dcp, deepspeed, hf")
 
 
 @pytest.mark.parametrize(
