@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats import rank_files
 from megaconv.commands.stored import (
     SUFFIXES,
     Contents,
@@ -109,4 +110,5 @@ def _lacks_its_description(path: Path) -> bool:
     if path.is_file():
         return True
     files = [entry.name for entry in path.iterdir()]
-    return "config.json" not in files and any(name.endswith(SUFFIXES) for name in files)
+    described = {"config.json", rank_files.TRACKER}
+    return described.isdisjoint(files) and any(name.endswith(SUFFIXES) for name in files)
