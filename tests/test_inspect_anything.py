@@ -126,7 +126,7 @@ def test_damaged_and_empty_inputs_are_still_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 100)
     assert_refused(run("inspect", tmp_path / "x.safetensors"), 3, "x.safetensors")
     (tmp_path / "empty").mkdir()
-    assert_refused(run("inspect", tmp_path / "empty"), 3, "is an empty directory")
+    assert_refused(run("inspect", tmp_path / "empty"), 3, "empty directory")
     (tmp_path / "notes.txt").write_text("notes")
     assert run("inspect", tmp_path / "notes.txt").status == 3
 
