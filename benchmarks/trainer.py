@@ -29,13 +29,13 @@ import torch
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import Layout
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.grid import make_grid
-from megatron_lite.launch import keep_freed_memory
-from megatron_lite.log import flops_per_token, peak_tflops
-from megatron_lite.options import ModelOptions, OptimizerOptions
-from megatron_lite.weights import init_weights
+from megatron_lite.loop.launch import keep_freed_memory
+from megatron_lite.loop.log import flops_per_token, peak_tflops
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 ROOT = Path(__file__).parents[1]
 KEEPING = (("transformers", True), ("megatron-core", True))
@@ -293,7 +293,7 @@ def rank(tp: int, pp: int, dp: int, steps: int, tiny: bool) -> None:
 
 def _time_communication() -> list[float]:
     """[seconds that this process has spent in collectives and waiting for messages]."""
-    from megatron_lite import comm
+    from megatron_lite.parallel import comm
 
     clock = [0.0]
 

@@ -28,6 +28,7 @@ from formats.tensor import LazyTensor, Shape, as_shape, read_tensor
 LATEST = "latest"
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 _LATEST_BYTES = 4096
+_UNSUPPORTED = "unsupported-input"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHERS = re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+_expert_.*|expp_rank_.*")
@@ -87,13 +88,15 @@ def open_step(path: Path) -> ZeroCheckpoint:
     if others:
         raise CorruptCheckpoint(
             f"{path}: {others[0]} is of a pipeline or of experts cut by DeepSpeed, which are not supported; "
-            "save it as one model, or convert it with DeepSpeed's ds_to_universal"
+            "save it as one model, or convert it with DeepSpeed's ds_to_universal",
+            code=_UNSUPPORTED,
         )
     models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
     state = _read(models[min(models)])
     if state.get("mp_world_size", 1) != 1:
         raise CorruptCheckpoint(
-            f"{path}: is cut over {state['mp_world_size']} tensor-parallel ranks, which is not supported"
+            f"{path}: is cut over {state['mp_world_size']} tensor-parallel ranks, which is not supported",
+            code=_UNSUPPORTED,
         )
     ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
     if optimizers and list(optimizers) != list(range(ranks)):
@@ -132,9 +135,13 @@ def _joined(
     whole = "fp32_flat_groups" in partitions[0]
     base = [partition["optimizer_state_dict" if whole else "base_optimizer_state"] for partition in partitions]
     if not all(isinstance(each, dict) for each in base):
-        raise CorruptCheckpoint(f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported")
+        raise CorruptCheckpoint(
+            f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported", code=_UNSUPPORTED
+        )
     if whole and state.get("frozen_param_shapes"):
-        raise CorruptCheckpoint(f"{path}: has frozen parameters under stage 3, which are not supported")
+        raise CorruptCheckpoint(
+            f"{path}: has frozen parameters under stage 3, which are not supported", code=_UNSUPPORTED
+        )
     masters = [
         partition["fp32_flat_groups" if whole else "single_partition_of_fp32_groups"] for partition in partitions
     ]

@@ -20,6 +20,7 @@ __all__ = [
     "UnknownFamily",
     "UnknownFormat",
     "UnsafeContent",
+    "UnsupportedInput",
     "UsageError",
     "is_interruption",
 ]
@@ -47,10 +48,17 @@ class NotExpressible(CheckpointError):
 
 
 class UnknownFormat(CheckpointError):
-    """No loader recognises the input, or no loader or saver has the name asked for."""
+    """No loader recognises the input, or it is not what the loader asked for reads."""
 
-    exit_status = 2
+    exit_status = 3
     code = "unknown-format"
+
+
+class UnsupportedInput(CheckpointError):
+    """The input is of a known kind that can't be read: an adapter, a GGUF file, weights of another quantization."""
+
+    exit_status = 3
+    code = "unsupported-input"
 
 
 class UnknownFamily(CheckpointError):
@@ -117,7 +125,6 @@ CODES = {
     "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),
     "unknown-loader": Cause(2, "no loader has the name that --loader gives"),
     "unknown-saver": Cause(2, "no saver has the name that --saver gives"),
-    "unknown-format": Cause(2, "no loader recognises the input"),
     "no-such-input": Cause(2, "nothing is at the input's path"),
     "config-needed": Cause(2, "the input doesn't say what model it is: --config has to"),
     "no-optimizer": Cause(
@@ -128,6 +135,10 @@ CODES = {
     "not-representable": Cause(2, "the output has no place for something that the model has"),
     "target-exists": Cause(2, "something is already at --save-dir"),
     "target-busy": Cause(2, "another run is writing to --save-dir"),
+    "unknown-format": Cause(3, "no loader recognises the input"),
+    "unsupported-input": Cause(
+        3, "the input is of a known kind that can't be read: quantized otherwise, an adapter, GGUF ..."
+    ),
     "corrupt-checkpoint": Cause(3, "a file says something that can't be true"),
     "missing-file": Cause(3, "a file of the input isn't there"),
     "truncated-file": Cause(3, "a file of the input ends too early"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.regular_files import read_small
-from megaconv.errors import CheckpointError, UnknownFormat
+from megaconv.errors import CheckpointError, UsageError
 
 Place = Path | str
 """Where an input is: a local path, or a URI, for the loader that takes its scheme."""
@@ -60,7 +60,7 @@ def resolve(place: str) -> Place:
     Raises CheckpointError.
     """
     if not place:
-        raise UnknownFormat("the path to read is empty; is a variable unset that it was made of?")
+        raise UsageError("the path to read is empty; is a variable unset that it was made of?")
     place = _of_page(place)
     if not place.startswith(_SCHEME) and scheme_of(place):
         return place
@@ -68,7 +68,7 @@ def resolve(place: str) -> Place:
         return _in_cache(Path(place))
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
-        raise UnknownFormat(
+        raise UsageError(
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _download(place, name, revision or None)
@@ -89,7 +89,7 @@ def _of_page(place: str) -> str:
     if address is None or address[1] not in hosts:
         return place
     if match is None or address[2].startswith(_NOT_MODELS):
-        raise UnknownFormat(f"{place}: is not a model's page; expected https://huggingface.co/organisation/name")
+        raise UsageError(f"{place}: is not a model's page; expected https://huggingface.co/organisation/name")
     return f"{_SCHEME}{match['name']}" + (f"@{match['revision']}" if match["revision"] else "")
 
 
@@ -106,7 +106,7 @@ def _in_cache(path: Path) -> Path:
             return head
     if len(found) == 1:
         return found[0]
-    raise UnknownFormat(
+    raise UsageError(
         f"{path}: has {len(found)} snapshots, and none is of the branch main; give one of them: {snapshots}/..."
     )
 

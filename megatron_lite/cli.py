@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from megaconv.errors import CheckpointError
 from megaconv.terminal import show
-from megatron_lite.arguments import DESCRIPTIONS, parse
+from megatron_lite.loop.failure import tell_launcher
+from megatron_lite.loop.slurm import adopt
+from megatron_lite.settings.arguments import DESCRIPTIONS, parse
 
 USAGE = """usage: megatron_lite COMMAND [FLAGS]
 
@@ -14,7 +16,7 @@ commands:
   finetune     {finetune}
   preprocess   Turn text into Megatron's indexed files.
 
-`megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun:
+`megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
 """
 
@@ -27,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _is_first():
             print(USAGE.format(**DESCRIPTIONS), end="")
         sys.exit(0 if words else 2)
+    if command == "--version":
+        from megaconv._version import __version__
+
+        print(f"megatron-lite {__version__}")
+        sys.exit(0)
     if command == "preprocess":
         from megatron_lite.data.preprocess import main as preprocess
 
@@ -38,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _train(command: str, words: list[str]) -> None:
     try:
+        adopt()
         if {"-h", "--help"} & set(words) and not _is_first():
             sys.exit(0)
         settings, ignored = parse(command, words)
@@ -45,7 +53,7 @@ def _train(command: str, words: list[str]) -> None:
         _refuse(str(error), error.exit_status)
     if ignored and _is_first():
         print(f"without effect here: {', '.join(ignored)}", file=sys.stderr)
-    from megatron_lite.session import run
+    from megatron_lite.loop.session import run
 
     run(settings, finetune=command == "finetune")
 
@@ -59,5 +67,6 @@ def _is_first() -> bool:
 
 def _refuse(message: str, status: int = 2) -> None:
     if _is_first():
+        tell_launcher(message)
         show(f"megatron_lite: error: {message}", sys.stderr)
     sys.exit(status)

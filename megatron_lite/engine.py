@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
-from megatron_lite import comm, rng
-from megatron_lite.batch import Microbatch
-from megatron_lite.buckets import ChunkBuckets
-from megatron_lite.clip import clip_factor, squares, sum_shares
-from megatron_lite.grid import Grid
-from megatron_lite.model import ModelChunk, make_plan
-from megatron_lite.options import ModelOptions, OptimizerOptions
-from megatron_lite.parameters import ParameterInfo, parameter_infos
-from megatron_lite.pipeline import Action, Executor, forward_order, last_backward, order
-from megatron_lite.precision import LossScaler
-from megatron_lite.tensor import TensorGroup
-from megatron_lite.zero import Optimizer
+from megatron_lite.models import rng
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.model import ModelChunk, make_plan
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.buckets import ChunkBuckets
+from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
+from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
+from megatron_lite.parallel.precision import LossScaler
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.parallel.zero import Optimizer
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,16 @@ class StepReport:
     grad_norm: float
     """Before clipping; not finite if any gradient wasn't."""
     skipped: bool
-    """Whether gradients weren't finite, so that nothing was changed."""
+    """Whether gradients weren't finite, or there were none, so that nothing was changed."""
     loss_scale: float
     """The one that was used."""
     signals: tuple[float, ...]
     """The sums over all ranks of what was passed in."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no label of the step counts."""
+        return not self.tokens
 
 
 class Engine:
@@ -56,7 +62,7 @@ class Engine:
         self.step = 0
         """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
         tp = grid.layout.tp
-        ranks = TensorGroup(grid.tp_group, grid.tp_rank, tp, options.sequence_parallel and tp > 1)
+        ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks)
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
@@ -65,7 +71,8 @@ class Engine:
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
                 self.chunks.append(ModelChunk(plan, chunk))
-            self.infos.append(list(parameter_infos(plan, grid, index, chunk)))
+            infos = parameter_infos(config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
+            self.infos.append(list(infos))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
@@ -80,7 +87,7 @@ class Engine:
         grid = self.grid
         for module, infos in zip(self.chunks, self.infos, strict=True):
             buckets = ChunkBuckets(
-                module, infos, self.dtype, grid.device, grid.dp_group,
+                module, infos, self.dtype, grid.device, grid.group("dp"),
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -120,12 +127,12 @@ class Engine:
         sum_shares(optimizer.ranges(), self.grid)
         square = squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
         loss_sum, tokens, square_sum, *summed = self._sum_over_world(losses, square, signals)
-        norm, factor = float("nan"), 1.0
+        norm, factor = 0.0, 1.0
         if tokens:
             factor = positions / tokens / scale
             norm = sqrt(square_sum) * factor if isfinite(square_sum) else float("inf")
-        skipped = not isfinite(norm)
-        self.scaler.update(overflow=skipped)
+            self.scaler.update(overflow=not isfinite(norm))
+        skipped = not tokens or not isfinite(norm)
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             optimizer.step(lr, weight_decay)
@@ -143,6 +150,7 @@ class Engine:
 
     def logits(self, batch: Microbatch) -> Tensor | None:
         """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective."""
+        self.finish()  # the head is read without being called, so nothing else waits for it
         found: list[Tensor] = []
 
         def forward(action: Action, x: Tensor | None) -> Tensor:
@@ -187,7 +195,7 @@ class Engine:
             [losses.losses * counts, losses.tokens * counts, square.to(self.grid.device, torch.float64)]
             + [torch.tensor(float(signal), dtype=torch.float64, device=self.grid.device) for signal in signals]
         )
-        comm.all_reduce(values, self.grid.world_group)
+        comm.all_reduce(values, self.grid.group("world"))
         found: list[float] = values.tolist()
         return found
 

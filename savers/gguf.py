@@ -32,6 +32,11 @@ _ALWAYS_F32 = ("ffn_gate_inp.weight", "position_embd.weight")
 _ROPE_FREQS = "rope_freqs.weight"
 
 
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    return ()
+
+
 def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """How each tensor is stored. Raises UsageError for a type that is not known, NotExpressible for another family."""
     wanted = options.extra.get("gguf_type")

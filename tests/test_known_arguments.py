@@ -22,11 +22,12 @@ from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.megatron.arguments.read import from_arguments, read_layout
+from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import source
 from megaconv.model.config import ModelConfig
-from megatron_lite.config import Settings, subjects
+from megatron_lite.settings.config import Settings, subjects
 from tests.config_models import LLAMA, configs, found_in_tensors
 from tests.conftest import FIXTURES
 from tests.megatron_fields import FILE, Fields, read_installed
@@ -64,7 +65,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     asked_of_the_configuration_by_gpt_model = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
     of_megatron_bridges_providers = {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
     others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model | of_megatron_bridges_providers
-    others |= {LEFT_OUT, QK_NORM_WIDTH}
+    others |= {LEFT_OUT, QK_NORM_WIDTH, INDEXER_ORDER}
     assert KNOWN - fields - FACTS["repository"]["arguments"].keys() - flags_of_our_trainer() == others
 
 
@@ -146,7 +147,7 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
             open_checkpoint(path)
 
     @given(configs())
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     def models(config: ModelConfig) -> None:
         args = Namespace(**arguments(config))
         read_layout(args, from_arguments(args, found_in_tensors(config)))
@@ -220,7 +221,7 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rea
 OTHER: dict[str, tuple[object, ...]] = {
     "moe_router_load_balancing_type": ("sinkhorn", ["aux_loss", "sinkhorn"], "quantile_balancing"),
     "softmax_type": ("off-by-one",),
-    "spec": (["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],),
+    "spec": (["megatron.core.models.retro.decoder_spec", "get_retro_decoder_block_spec"],),
     "mrope_section": ([16, 24, 24],),
     "moe_expert_capacity_factor": (1.0,),
 }
@@ -343,9 +344,9 @@ def test_a_config_json_beside_it_hides_nothing(edited: Callable[[dict[str, Any]]
     run(
         "convert", "--load-dir", FIXTURES / LLAMA_FIXTURE / "checkpoint", "--saver", "hf", "--save-dir", tmp_path / "hf"
     )
-    path = edited({"qk_l2_norm": True})
+    path = edited({"export_qk_l2_norm": True})
     (tmp_path / "hf").rename(path / "hf")
-    assert_refused(run("inspect", path), 3, "qk_l2_norm")
+    assert_refused(run("inspect", path), 3, "export_qk_l2_norm")
 
 
 def test_the_commands_say_nothing_of_what_is_harmless(

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from formats.tensor import LazyTensor
+from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
 from megaconv.engine.record import SourceCheck, check_source
+from megaconv.engine.rounding import exact
 from megaconv.engine.shifted import plain
 from megaconv.hub import resolve
 from megaconv.model.fields import config_differences
@@ -165,10 +166,19 @@ def _compare_values(
 def _distance(
     left: "np.ndarray[Any, np.dtype[np.uint8]]", right: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str
 ) -> tuple[int, float]:
-    """(elements whose bits differ, largest absolute difference; NaN counts as infinite)."""
-    import torch
+    """(elements whose bits differ, largest absolute difference of these; NaN counts as infinite)."""
+    a, b = (side.reshape(-1, ITEMSIZE[dtype]) for side in (left, right))
+    differ = (a != b).any(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        distance = np.abs(_numbers(a[differ], dtype) - _numbers(b[differ], dtype))
+    return int(differ.sum()), float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0))
 
-    a, b = (torch.from_numpy(side.reshape(-1).copy()).view(getattr(torch, dtype)) for side in (left, right))
-    bits = (left.reshape(a.numel(), -1) != right.reshape(a.numel(), -1)).any(axis=1)
-    distance = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-    return int(bits.sum()), float(distance.max())
+
+def _numbers(values: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str) -> "np.ndarray[Any, np.dtype[Any]]":
+    """Rows of bytes, an element each, as numbers to compute with; of dtypes that numpy has none for, as infinite ones."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if dtype in ("bfloat16", "float16", "float32", "float64"):
+        return exact(flat, dtype).astype(np.float64)
+    if dtype.startswith("float8"):
+        return np.full(len(values), np.inf)
+    return flat.view(np.dtype(dtype)).astype(np.complex128 if dtype.startswith("complex") else np.float64)

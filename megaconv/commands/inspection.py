@@ -15,6 +15,7 @@ from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
 from megaconv.model.ir import Header, weight_kinds
+from megaconv.model.pattern import SYMBOLS, pattern_of
 from megaconv.options import LoadOptions
 
 
@@ -97,6 +98,8 @@ class Inspection:
             ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
             ("positions", _positions(config)),
         ]
+        if config.has("mamba_layers"):
+            found += [("pattern", _pattern(config)), ("mamba", _mamba(config))]
         if config.window:
             found.append(
                 (
@@ -133,11 +136,25 @@ def _depth(config: ModelConfig) -> str:
     )
 
 
+def _pattern(config: ModelConfig) -> str:
+    """`M-M* (2 Mamba 2, 1 attention, 1 MLP)`."""
+    pattern = pattern_of(config)
+    kinds = (f"{pattern.count(symbol)} {what}" for symbol, what in SYMBOLS.items() if symbol in pattern)
+    return f"{pattern} ({', '.join(kinds)})"
+
+
+def _mamba(config: ModelConfig) -> str:
+    mamba = config.mamba
+    return f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, state {mamba.state}"
+
+
 def _positions(config: ModelConfig) -> str:
     if config.positions.kind == "rope":
         return f"{config.max_positions:,}, rope theta {config.positions.theta:g}" + _scaling(config.positions.scaling)
     if config.positions.kind == "relative":
         return f"relative, {config.positions.buckets} buckets up to {config.positions.max_distance}"
+    if config.positions.kind == "none":
+        return f"{config.max_positions:,}, no position embedding"
     return f"{config.max_positions:,}, {config.positions.kind}"
 
 

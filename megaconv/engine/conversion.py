@@ -18,6 +18,7 @@ from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.adapters.merging import MergedSource, merge
 from megaconv.engine.cast import CastSource, dtype_name
+from megaconv.engine.completeness import completeness_notices, missing_parts
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
@@ -33,7 +34,7 @@ from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
-from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions
+from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
@@ -84,6 +85,8 @@ class Report:
     verified: bool = False
     code: tuple[str, ...] = ()
     """Python files that lie beside the source."""
+    missing: tuple[str, ...] = ()
+    """What an output of transformers' lacks (`engine/completeness.py`): `tokenizer`, `generation_config.json`, `eos_token_id`."""
     check: SourceCheck = field(default_factory=SourceCheck, repr=False)
     """What the source's own record says."""
     adapters: tuple[Mapping[str, Any], ...] = ()
@@ -96,7 +99,9 @@ class Report:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
         code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
-        return (*self.merging, *((LEFT_OUT,) if left_out else ()), *self.check.notices, *code, *self.plan.notices)
+        optimizer = (LEFT_OUT,) if left_out else ()
+        incomplete = completeness_notices(self.header, self.missing)
+        return (*incomplete, *self.merging, *optimizer, *self.check.notices, *code, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -124,6 +129,7 @@ class Report:
             "fingerprint": self.fingerprint.weights if self.fingerprint else None,
             "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,
             "notices": list(self.notices),
+            "missing": list(self.missing),
             "verified": self.verified,
         }
 
@@ -172,8 +178,9 @@ def prepare(
     for word in options.save.allow_lossy:
         if word not in LOSSES:
             raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
-    if options.save.base is not None and saver != "hf":
-        raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
+    uses = getattr(registry.saver(saver), "uses", None)
+    if uses is not None:
+        refuse_unused(saver, uses(options.save), options.save)
     source, extra = open_input(load_dir, saver, options)
     written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
@@ -199,7 +206,10 @@ def prepare(
     size = len(record_json(str(load_dir), saver, source.header, plan, blank, adapters))
     described = options.load.config or place
     code = () if isinstance(described, str) else code_left_out(described)
-    report = Report(source.header, plan, Path(save_dir), memory, size, code=code, check=check, adapters=adapters)
+    missing = missing_parts(source.header, plan) if options.save.base is None else ()
+    report = Report(
+        source.header, plan, Path(save_dir), memory, size, code=code, missing=missing, check=check, adapters=adapters
+    )
     return source, replace(report, merging=merged.notices if merged else ())
 
 
@@ -255,15 +265,17 @@ def convert(
     options: ConvertOptions,
     advance: Callable[[int], None] = lambda count: None,
     ranks: Ranks = ALONE,
+    planned: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError.
 
+    planned: called once, before the first byte is written, with what will be done.
     ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
     """
     complete: list[str] = []
     try:
         with ranks:
-            return _convert(load_dir, save_dir, saver, options, advance, ranks, complete)
+            return _convert(load_dir, save_dir, saver, options, advance, ranks, planned, complete)
     except BaseException as error:
         if complete and is_interruption(error):
             kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
@@ -280,6 +292,7 @@ def _convert(
     options: ConvertOptions,
     advance: Callable[[int], None],
     ranks: Ranks,
+    planned: Callable[[Report], None],
     complete: list[str],
 ) -> Report:
     """complete: where save_dir is entered when the output is there, whatever happens then."""
@@ -299,6 +312,7 @@ def _convert(
     identity = _digest(asked, opened.listing(), opened.inode_changes())
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
+    planned(report)
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     try:
         with opened:

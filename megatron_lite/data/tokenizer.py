@@ -131,6 +131,10 @@ class HuggingFaceTokenizer:
         self.bos = one.cls_token_id if one.bos_token_id is None else one.bos_token_id
         self.pad: int | None = one.pad_token_id
 
+    def save(self, directory: str) -> None:
+        """All files that make it up."""
+        self._tokenizer.save_pretrained(directory)
+
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids

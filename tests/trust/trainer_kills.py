@@ -120,6 +120,6 @@ def _count(folder: str, rank: int) -> None:
 
 def _keep_all(folder: str, rank: int) -> None:
     """Without the option, which the checkpoints' own arguments would say."""
-    from megatron_lite.checkpoint import Saver
+    from megatron_lite.checkpoint.saver import Saver
 
     Saver._prune = lambda self, newest: None  # type: ignore[method-assign]

@@ -37,6 +37,6 @@ def merge(
 ) -> None:
     """Merge LoRA adapters into the model that they were trained on. Short for `convert --adapter`, which shards as well."""
     convert(
-        base, save_dir, saver, loader, config=config, dtype=dtype, adapter=adapters, max_memory=max_memory, workers=workers,
+        saver, base, save_dir, loader=loader, config=config, dtype=dtype, adapter=adapters, max_memory=max_memory, workers=workers,
         verify=verify, dry_run=dry_run, resume=resume, overwrite=overwrite, as_json=as_json,
     )  # fmt: skip

@@ -26,7 +26,7 @@ LLAMA = (
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
 
 _context: Any = get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.session", "megatron_lite.cli"])
+_context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"])
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _rank(
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_ERROR_FILE": f"error-{rank}.json",
         }  # fmt: skip
     import torch
 

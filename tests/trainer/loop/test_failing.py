@@ -64,6 +64,8 @@ def fail(directory: Path, size: int, words: str, step: int, victim: int, what: s
     said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
     assert len(said) == 1, running.logs()
     assert said[0].endswith(EXPECTED[what].format(victim=victim))
+    (for_torchrun,) = directory.glob("error-*.json")
+    assert json.loads(for_torchrun.read_text())["message"]["message"] == said[0]
 
 
 @pytest.mark.parametrize(("what", "victim"), [("raise", 1), ("kill", 0), ("exit", 1), ("refuse", 0)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaconv.model.fields import from_fields
-from megatron_lite.log import METRICS, Meter, duration, flops_per_token, peak_tflops
+from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token, peak_tflops
 from tests.trainer.loop.launches import LLAMA, launch, train
 
 REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"

@@ -3,8 +3,9 @@
 import pytest
 
 from megaconv.errors import UsageError
-from megatron_lite.config import Optimizer, Training
-from megatron_lite.schedule import batch_size, learning_rate, weight_decay
+from megatron_lite.loop.schedule import learning_rate, weight_decay
+from megatron_lite.settings.config import Optimizer, Training
+from megatron_lite.settings.sizes import batch_size
 
 pytestmark = pytest.mark.oracle
 

@@ -9,11 +9,12 @@ import torch
 
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
-from megatron_lite.grid import check_sizes, make_grid
-from megatron_lite.options import ModelOptions, OptimizerOptions, Recompute
-from megatron_lite.weights import init_weights
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.sizes import check_sizes
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
 """Tokens of a sequence, sequences of a microbatch, microbatches of a step over all data-parallel ranks."""
@@ -77,7 +78,7 @@ class Case:
         return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
 
 
-def make_engine(case: Case, *, overlap: bool = True) -> Engine:
+def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
         case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
@@ -96,7 +97,7 @@ def make_engine(case: Case, *, overlap: bool = True) -> Engine:
         betas=(0.9, 0.95),
         clip_grad=case.clip,
         distributed=case.distributed,
-        bucket_elements=4000,
+        bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )

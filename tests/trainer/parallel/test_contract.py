@@ -13,12 +13,13 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
-from megatron_lite.grid import Grid, check_sizes, make_grid
-from megatron_lite.model import TRAINED, ModelChunk, make_plan
-from megatron_lite.options import ModelOptions
-from megatron_lite.parameters import parameter_infos
-from megatron_lite.rotary import Rotary
-from megatron_lite.tensor import TensorGroup
+from megatron_lite.models.model import TRAINED, ModelChunk, make_plan
+from megatron_lite.models.rotary import Rotary
+from megatron_lite.parallel.grid import Grid, make_grid
+from megatron_lite.parallel.parameters import parameter_infos
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
 
 DENSE = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -101,8 +102,7 @@ def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
     grid = Grid(layout, 1, 1, torch.device("cpu"))
     (chunk,) = layout.chunks()
     for sequence in (False, True):
-        ranks = TensorGroup(None, 1, 2, sequence)
-        infos = list(parameter_infos(make_plan(config, layout, ModelOptions(), ranks), grid, 0, chunk))
+        infos = list(parameter_infos(config, grid, 0, chunk, 256, sequence=sequence))
         partial = {
             info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name
         }

@@ -10,11 +10,11 @@ import torch
 import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.model.layout import Layout
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine, StepReport
-from megatron_lite.grid import make_grid
-from megatron_lite.options import ModelOptions, OptimizerOptions
-from megatron_lite.weights import load_weights
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from tests.trainer.parallel.core_oracle import BETAS, CLIP, EPS, WEIGHT_DECAY, train_with_core
 from tests.transformers_oracle import VARIANTS, VOCAB, create
 

@@ -8,11 +8,11 @@ import torch
 
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
-from megatron_lite.grid import make_grid
-from megatron_lite.options import LossScale, ModelOptions, OptimizerOptions
-from megatron_lite.precision import LossScaler
-from megatron_lite.weights import init_weights
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.parallel.precision import LossScaler
+from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions
 from tests.trainer.parallel.small import MODELS, Case, batches, make_engine, own_batches, step, weights_of
 from tests.trainer.parallel.worlds import World
 

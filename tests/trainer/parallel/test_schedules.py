@@ -1,11 +1,22 @@
 """The order of passes, as data: every layout comes to its end, and each rank does what it should."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 
-from megatron_lite.pipeline import Action, edge, forward_order, last_backward, order
+from megatron_lite.parallel.grid import Channel, Meeting, meetings
+from megatron_lite.parallel.pipeline import (
+    Action,
+    Operation,
+    channel,
+    edge,
+    forward_order,
+    last_backward,
+    order,
+    program,
+)
 
 
 def simulate(orders: Sequence[Sequence[Action]], vpp: int) -> Iterator[tuple[int, Action]]:
@@ -67,6 +78,90 @@ def test_no_forward_order_ever_gets_stuck() -> None:
             for microbatches in range(1, 17):
                 orders = [forward_order(pp, vpp, microbatches)] * pp
                 assert sum(1 for _ in simulate(orders, vpp)) == pp * vpp * microbatches
+
+
+Communicator = tuple[Channel, frozenset[int]]
+
+
+class NCCL:
+    """Ranks that walk through programs on communicators that are made lazily: the host of a rank that uses one first is blocked
+    until the other comes too. Within a communicator what was sent first arrives first, whatever it is.
+    """
+
+    def __init__(self, programs: Sequence[Sequence[Meeting | Operation]]) -> None:
+        self.programs, self.at = programs, [0] * len(programs)
+        self.made: set[Communicator] = set()
+        self.sent: dict[tuple[Communicator, int], list[int]] = defaultdict(list)
+        """Tags, by communicator and receiver."""
+        self.asked: dict[tuple[Communicator, int], list[int]] = defaultdict(list)
+
+    def next(self, rank: int) -> Meeting | Operation | None:
+        return self.programs[rank][self.at[rank]] if self.at[rank] < len(self.programs[rank]) else None
+
+    def uses(self, rank: int) -> Communicator | None:
+        """What this rank's next call goes through, if it is one that makes communicators."""
+        item = self.next(rank)
+        if isinstance(item, Meeting):
+            return item.channel, frozenset(item.ranks)
+        if item is None or item.edge is None or item.kind == "wait":
+            return None
+        return channel(item.action, item.edge), frozenset((rank, item.edge.pp_rank))
+
+    def step(self, rank: int) -> bool:
+        """Whether this rank could go on."""
+        item, through = self.next(rank), self.uses(rank)
+        if item is None:
+            return False
+        if through is not None and through not in self.made:
+            (other,) = through[1] - {rank}
+            if self.uses(other) != through:
+                return False
+            self.made.add(through)
+        if isinstance(item, Operation) and item.edge is not None:
+            where = channel(item.action, item.edge), frozenset((rank, item.edge.pp_rank))
+            if item.kind == "post":
+                self.asked[where, rank].append(item.edge.tag)
+            elif item.kind == "send":
+                self.sent[where, item.edge.pp_rank].append(item.edge.tag)
+            else:
+                place = self.asked[where, rank].index(item.edge.tag)
+                if len(self.sent[where, rank]) <= place:
+                    return False
+                assert self.sent[where, rank][place] == item.edge.tag, "another message than the one that was asked for"
+        self.at[rank] += 1
+        return True
+
+    def gets_stuck(self) -> bool:
+        ranks = range(len(self.programs))
+        while any(self.step(rank) for rank in ranks):
+            pass
+        return any(self.next(rank) is not None for rank in ranks)
+
+
+def programs(orders: Sequence[Sequence[Action]], vpp: int, *, warm: bool = True) -> list[list[Meeting | Operation]]:
+    pp = len(orders)
+    return [
+        [
+            *(meeting for meeting in meetings(pp, vpp) if warm and rank in meeting.ranks),
+            *program(actions, pp, vpp, rank),
+        ]
+        for rank, actions in enumerate(orders)
+    ]
+
+
+def test_no_schedule_gets_stuck_where_communicators_are_made_lazily() -> None:
+    for pp, vpp, microbatches in SIZES:
+        orders = [order(pp, vpp, microbatches, rank) for rank in range(pp)]
+        assert not NCCL(programs(orders, vpp)).gets_stuck(), (pp, vpp, microbatches)
+        forward = [forward_order(pp, vpp, microbatches)] * pp
+        assert not NCCL(programs(forward, vpp)).gets_stuck(), (pp, vpp, microbatches)
+
+
+def test_one_microbatch_would_get_stuck_if_communicators_were_not_made_before() -> None:
+    """Each rank would block in the message that it asks for before it sends the one that the other asks for."""
+    orders = [order(2, 1, 1, rank) for rank in range(2)]
+    assert NCCL(programs(orders, 1, warm=False)).gets_stuck()
+    assert not NCCL(programs(orders, 1)).gets_stuck()
 
 
 def test_few_activations_are_kept() -> None:

@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
-from megatron_lite.attention import Documents, attend, window_mask
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.rng import mix
-from megatron_lite.weights import RandomTensor, init_weights, load_weights
+from megatron_lite.models.attention import Documents, attend, window_mask
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.rng import mix
 from tests.trainer.parallel.small import (
     BLOCK,
     FULL,
@@ -296,3 +296,27 @@ def _train_some(_rank: int, case: Case) -> list[float]:
     engine.finish()
     engine.grid.close()
     return found
+
+
+class Gathering:
+    """Of a bucket, which holds no numbers before it was waited for."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.arriving = data, data.clone()
+        data.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self.data.copy_(self.arriving)
+
+
+def test_logits_wait_for_every_parameter_that_is_still_being_gathered() -> None:
+    case = Case("qwen3")
+    engine = make_engine(case, bucket_elements=1)  # one for each parameter, so that nothing waits for another's
+    (batch, *_) = batches(case, 0)
+    expected = engine.logits(batch)
+    for bucket in (bucket for chunk in engine.buckets for bucket in chunk.buckets):
+        bucket.gathering = Gathering(bucket.data)  # type: ignore[assignment]
+    found = engine.logits(batch)
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, expected)

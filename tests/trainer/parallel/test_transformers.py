@@ -12,12 +12,13 @@ from megaconv.families import families
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import CORE, HF
 from megaconv.model.natives import native_tensors
-from megatron_lite.batch import Microbatch
+from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.grid import check_sizes, make_grid
-from megatron_lite.model import TRAINED
-from megatron_lite.options import ModelOptions, OptimizerOptions
-from megatron_lite.weights import load_weights
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.model import TRAINED
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.worlds import World
 from tests.transformers_oracle import VARIANTS, VOCAB, create, load
 

@@ -1,0 +1,137 @@
+"""Where a run starts: from nothing, from the weights of any checkpoint that megaconv reads, or where another run stopped.
+
+Every rank reads its own rectangles of canonical tensors, so that the layout of the checkpoint doesn't matter.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.tensor import Box, LazyTensor, matrix_shape
+from megaconv.engine.conversion import open_source
+from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.natives import NativeTensor
+from megaconv.options import LoadOptions
+from megatron_lite.checkpoint.saver import has_checkpoint
+from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
+from megatron_lite.checkpoint.weights import load_weights, read
+from megatron_lite.engine import Engine
+from megatron_lite.settings.config import Settings
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint, opened; its tensors are read later."""
+
+    path: str
+    header: Header
+    tensors: Mapping[Key, LazyTensor]
+    dropouts: Mapping[str, float]
+    progress: Progress
+    with_optimizer: bool
+    """Whether its optimizer state is there, and wanted."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Tokenizer and the like."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Megatron's of the run that is continued; empty for one that begins."""
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.header.config
+
+
+def find_start(settings: Settings, *, finetune: bool) -> Start | None:
+    """None to start from random weights. Reads metadata only. Raises CheckpointError."""
+    saving = settings.checkpointing
+    weights_alone = finetune or saving.finetune
+    saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
+    if saved is not None and saving.resume:
+        return _open(str(saved), settings, continued=True)
+    if saving.load is None:
+        if saved is not None:
+            raise UsageError(
+                f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
+            )
+        if finetune:
+            raise UsageError("finetune needs --load: the checkpoint to start from")
+        return None
+    if saving.save and os.path.realpath(saving.load) == os.path.realpath(saving.save):
+        if saved is not None and weights_alone:
+            raise UsageError(
+                f"--load and --save are both {saved}, which holds a checkpoint: --resume continues that run, "
+                "another --save starts one from its weights"
+            )
+        if not weights_alone and not _has_files(Path(saving.load)):
+            return None  # as Megatron-LM's scripts expect of the first of several jobs
+    return _open(saving.load, settings, continued=not weights_alone)
+
+
+def _has_files(directory: Path) -> bool:
+    """Whether there is anything but what a first save may have left unfinished."""
+    return directory.is_dir() and any(not path.name.startswith(".") for path in directory.iterdir())
+
+
+def _open(place: str, settings: Settings, *, continued: bool) -> Start:
+    _, source = open_source(place, None, LoadOptions())
+    tensors = dict(source.tensors())
+    common = read_common(Path(place)) if Path(place).is_dir() else None
+    dropouts = read_dropouts(common, source.header.config.hf)
+    progress = read_progress(common, source.header.training) if continued else Progress()
+    with_optimizer = continued and source.header.has_optimizer and not settings.checkpointing.no_load_optim
+    if with_optimizer and all(key.slot == WEIGHT for key in tensors):
+        raise NotExpressible(
+            f"{place}: its optimizer state has a form that can't be read; --no-load-optim starts a fresh one"
+        )
+    if not with_optimizer:
+        progress = replace(progress, engine=None)
+    arguments = read_arguments(common) if continued else {}
+    return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files, arguments)
+
+
+def load(engine: Engine, start: Start) -> None:
+    """Weights, and the optimizer's state where it is wanted. Raises TensorMismatch."""
+    weights = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
+    load_weights(engine, weights)
+    if engine.optimizer is None or not start.with_optimizer:
+        return
+    for owned in engine.optimizer.ranges():
+        native = owned.info.native
+        for slot, flat in owned.tensors.items():
+            tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
+            if slot == "master" and not any(tensors.values()):
+                continue  # an fp32 run's weights are its masters
+            flat.copy_(_read_range(native, slot, tensors, owned.start, owned.end))
+    engine.optimizer.weights_from_masters()
+    if start.progress.engine is not None:
+        fresh, found = engine.state(), start.progress.engine
+        engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
+
+
+def _read_range(
+    native: NativeTensor, slot: str, tensors: Mapping[str, LazyTensor | None], start: int, end: int
+) -> Tensor:
+    """float32 [end - start]: elements of a rank's flattened tensor. Padding of the vocabulary is zero."""
+    _, cols = matrix_shape(native.shape)
+    first, last = start // cols, -(-end // cols)
+    out = torch.zeros(last - first, cols)
+    for name, regions in native.parts.items():
+        tensor = tensors[name]
+        if tensor is None:
+            raise TensorMismatch(
+                f"{Key(name, slot)} is missing in the checkpoint; --no-load-optim starts a fresh optimizer"
+            )
+        for region in regions:
+            row0, row1 = max(first, region.row), min(last, region.row + region.box.rows)
+            if row0 < row1:
+                top = region.box.row0 + row0 - region.row
+                box = Box(top, top + row1 - row0, region.box.col0, region.box.col1)
+                into = out[row0 - first : row1 - first, region.col : region.col + region.box.cols]
+                into.copy_(read(tensor, box))
+    return out.reshape(-1)[start - first * cols : end - first * cols]

@@ -1,0 +1,164 @@
+"""Saves: each appears complete or not at all, and the tracker is written last.
+
+    <root>/.iter_0000010.partial/              grows here
+    <root>/iter_0000010/                       appears by one rename, after everything is on disk
+    <root>/hf/                                 config.json and tokenizer, by which megaconv knows the model
+    <root>/latest_checkpointed_iteration.txt   10
+
+With `asynchronous` a thread writes a copy while training goes on: one save at a time, and its failure is raised at the
+next step. It has a process group of its own, since collectives of two threads must not meet in one.
+"""
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from formats import rank_files
+from formats.errors import CheckpointError
+from formats.renames import sync_directory
+from megatron_lite.checkpoint.files import write_blocks, write_common, write_file
+from megatron_lite.checkpoint.snapshot import Snapshot
+
+SIDECARS = "hf"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; what was there before is untouched."""
+
+
+@dataclass
+class Saver:
+    """Of one rank; all ranks make the same calls."""
+
+    root: Path
+    format: str
+    """`torch_dist` or `torch`."""
+    rank: int
+    group: dist.ProcessGroup | None
+    """Of all ranks, on gloo, used here alone; None in a single process."""
+    sidecars: Mapping[str, bytes]
+    """Files for `hf/`, by name."""
+    keep_last: int | None = None
+    asynchronous: bool = False
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Raises SaveError, of an earlier save too; asynchronous: later, from check() or finish()."""
+        self.finish()
+        if not self.asynchronous:
+            self._write(snapshot)
+            return
+        copied = snapshot.copied()
+        self._thread = threading.Thread(target=self._try_to_write, args=(copied,), name="save", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Raises SaveError."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _try_to_write(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except BaseException as error:
+            self._failure = error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        target = self.root / rank_files.iteration_directory(snapshot.iteration)
+        try:
+            self._write_to(target, snapshot)
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            raise SaveError(f"{target}: rank {rank} can't write it: {cause}") from error
+        except OSError as error:
+            raise SaveError(f"{target}: can't be written: {error.strerror or error}") from error
+
+    def _write_to(self, target: Path, snapshot: Snapshot) -> None:
+        staging = target.with_name(f".{target.name}.partial")
+        if self.rank == 0:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for left in self.root.iterdir():
+                if _PARTIAL.fullmatch(left.name):
+                    shutil.rmtree(left)
+            staging.mkdir()
+        self._barrier()
+        if self.format == "torch_dist":
+            write_blocks(staging, snapshot.shards, snapshot.objects or {}, self.group)
+        elif snapshot.rank_file is not None:
+            name, state = snapshot.rank_file
+            (staging / name).parent.mkdir()
+            with (staging / name).open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_directory((staging / name).parent)
+        self._barrier()
+        if self.rank == 0:
+            self._publish(staging, target, snapshot)
+        self._barrier()
+
+    def _publish(self, staging: Path, target: Path, snapshot: Snapshot) -> None:
+        if self.format == "torch_dist":
+            write_common(staging, snapshot.common)
+        sync_directory(staging)
+        aside = target.with_name(f".{target.name}.replaced")
+        if target.exists():  # of a run that was killed before it wrote the tracker, or that is repeated
+            target.rename(aside)
+        staging.rename(target)
+        sync_directory(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
+        for name, content in self.sidecars.items():
+            _replace(self.root / SIDECARS / name, content)
+        _replace(self.root / rank_files.TRACKER, str(snapshot.iteration).encode())
+        if self.keep_last is not None:
+            self._prune(snapshot.iteration)
+
+    def _prune(self, newest: int) -> None:
+        found = sorted(int(match[1]) for path in self.root.iterdir() if (match := _ITERATION.fullmatch(path.name)))
+        older = [number for number in found if number < newest]
+        assert self.keep_last is not None
+        for number in older[: max(0, len(older) + 1 - self.keep_last)]:
+            # Hidden first: a run that is killed here must not leave part of a checkpoint under the name of a whole one.
+            leaving = self.root / rank_files.iteration_directory(number)
+            hidden = leaving.with_name(f".{leaving.name}.replaced")
+            leaving.rename(hidden)
+            shutil.rmtree(hidden)
+
+    def _barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a small file so that there is always a whole one."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    write_file(new, content)
+    new.rename(path)
+    sync_directory(path.parent)
+
+
+def has_checkpoint(root: Path) -> bool:
+    """Whether a run saved there before: the tracker is written last, and what it points at is complete."""
+    return (root / rank_files.TRACKER).is_file()

@@ -1,0 +1,59 @@
+"""What lies beside a checkpoint's tensors: config.json, so that megaconv knows the family, and the tokenizer, for an export."""
+
+import tempfile
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megaconv.engine.sidecars import find_sidecars, read_sidecar
+from megaconv.errors import NotExpressible
+from megaconv.families import family
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.config import ModelConfig
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.settings.config import Data
+
+_OF_ANOTHER_MODEL = (
+    "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*", "generation_config*",
+    "*processor*", "feature_extractor*",
+)  # fmt: skip
+"""Files that lie beside a tokenizer and say something about the model that it was made for."""
+
+
+def sidecars(
+    data: Data, tokenizer: Tokenizer, config: ModelConfig, beside_start: Mapping[str, Path] | None
+) -> dict[str, bytes]:
+    """By name. beside_start: the files of the checkpoint that the run starts from; a tokenizer that was given wins over its."""
+    files = {name: read_sidecar(path) for name, path in (beside_start or {}).items()}
+    given = tokenizer_files(data, tokenizer)
+    if given:
+        files = {name: content for name, content in files.items() if _says_something_else(name)} | given
+    try:
+        return files | {CONFIG_NAME: family(config.family).config_json(config)}
+    except NotExpressible:
+        return files
+
+
+def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Of the tokenizer that the flags name, whichever way; empty where they name none."""
+    if data.vocab_file:
+        name = "vocab.json" if data.merge_file else "vocab.txt"
+        merges = {"merges.txt": read_sidecar(Path(data.merge_file))} if data.merge_file else {}
+        return {name: read_sidecar(Path(data.vocab_file)), **merges}
+    if data.tokenizer_model is None:
+        return {}
+    place = Path(data.tokenizer_model)
+    if place.is_file():
+        return {place.name if place.suffix == ".json" else "tokenizer.model": read_sidecar(place)}
+    if place.is_dir():
+        found = find_sidecars(place)
+        return {name: read_sidecar(path) for name, path in found.items() if not _says_something_else(name)}
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return {}
+    with tempfile.TemporaryDirectory() as directory:  # of the Hub
+        tokenizer.save(directory)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+
+
+def _says_something_else(name: str) -> bool:
+    return any(fnmatchcase(name.lower(), pattern) for pattern in _OF_ANOTHER_MODEL)

@@ -1,0 +1,234 @@
+"""What a rank puts into a checkpoint: blocks of `torch_dist`, or a whole rank file of `torch`; views, or copies of a moment.
+
+Optimizer state is saved as Megatron's fully_reshardable form: sharded like the weights, whatever ranges the ranks own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from formats import rank_files
+from megaconv.families import family
+from megaconv.megatron.states.names import core_order, extra_states
+from megaconv.model.layout import Chunk, padded_vocab
+from megaconv.model.naming import CORE, core_naming
+from megaconv.model.natives import native_tensors
+from megatron_lite.checkpoint.files import empty_object
+from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
+from megatron_lite.engine import Engine
+
+NAMING = CORE
+"""Of the engine's parameters."""
+
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part."""
+
+    iteration: int
+    common: Mapping[str, Any]
+    shards: tuple[Shard, ...] = ()
+    objects: Mapping[str, bytes] | None = None
+    rank_file: tuple[str, Mapping[str, Any]] | None = None
+    """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+
+    def copied(self) -> "Snapshot":
+        """With tensors that training won't change, in main memory."""
+        moved = tuple(replace(shard, tensor=_copy(shard.tensor)) for shard in self.shards)
+        file = None if self.rank_file is None else (self.rank_file[0], _copy(self.rank_file[1]))
+        return replace(self, shards=moved, rank_file=file)
+
+
+def _copy(value: Any) -> Any:
+    """Tensors in dictionaries, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, _copy(item)) for key, item in value.items())
+    return type(value)(_copy(item) for item in value) if isinstance(value, list) else value
+
+
+def chunk_places(engine: Engine) -> list[dict[str, Place]]:
+    """Of this rank's chunks."""
+    config, grid = engine.config, engine.grid
+    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
+    return [places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING) for chunk in grid.chunks()]
+
+
+def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
+    """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
+    engine.finish()
+    found = tuple(_dist_shards(engine, chunk_places(engine), with_optimizer))
+    objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
+    common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
+    return Snapshot(common["iteration"], common, found, objects)
+
+
+def _dist_form(engine: Engine, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What common.pt says of the optimizer: Megatron's distributed one is Adam's alone, SGD has the form of its others."""
+    if not _is_sgd(engine):
+        sharding = {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
+        return {"optimizer": {**optimizer, **sharding}, "content_metadata": dict(SHARDING)}
+    inner = {"state": {}, **optimizer["optimizer"]}
+    content = {name: value for name, value in SHARDING.items() if not name.startswith("distrib")}
+    in_fp32 = engine.dtype == torch.float32
+    return {"optimizer": inner if in_fp32 else {**optimizer, "optimizer": inner}, "content_metadata": content}
+
+
+def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer: bool) -> Iterator[Shard]:
+    """What all data-parallel ranks hold, they share out."""
+    grid = engine.grid
+    for number, (chunk, name, tensor) in enumerate(engine.parameters()):
+        place = placed[chunk][name]
+        if number % grid.dp == grid.dp_rank and _is_ours(place, grid.tp_rank):
+            yield from shards(place, tensor.detach())
+    if not with_optimizer or engine.optimizer is None:
+        return
+    for number, owned in enumerate(engine.optimizer.ranges()):
+        place = placed[owned.chunk][owned.name]
+        if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or number % grid.dp == grid.dp_rank):
+            for slot, flat in _stored(engine, owned.tensors):
+                key = f"optimizer.state.{slot}.{place.key}"
+                yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
+
+
+def _is_sgd(engine: Engine) -> bool:
+    return engine.optimizer is not None and engine.optimizer.options.kind == "sgd"
+
+
+def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Under the names of torch_dist."""
+    for slot, flat in tensors.items():
+        if slot != "master":
+            yield slot, flat
+        elif not _is_sgd(engine):
+            yield "param", flat
+        elif engine.dtype != torch.float32:
+            yield "fp32_param", flat
+
+
+def _is_ours(place: Place, tp_rank: int) -> bool:
+    return not place.is_copy and (not place.replicated or tp_rank == 0)
+
+
+def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
+    """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
+    layers, content = engine.config.layer_count, empty_object()
+    modules = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
+    if impl == "transformer_engine":
+        modules.append("self_attention.core_attention")
+    for chunk in engine.grid.chunks():
+        for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
+            for module in modules:
+                yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", content
+
+
+def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
+    """Of `torch`. Collective over data-parallel ranks that share the optimizer's state."""
+    engine.finish()
+    grid = engine.grid
+    renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
+    models: list[dict[str, Tensor]] = [{} for _ in renamed]
+    for chunk, name, tensor in engine.parameters():
+        models[chunk][renamed[chunk][name]] = tensor.detach()
+    order = core_order(family(engine.config.family).rows, core_naming(impl))
+    ordered = [OrderedDict(sorted(model.items(), key=lambda entry: order(entry[0]))) for model in models]
+    state = dict(common)
+    if with_optimizer and engine.optimizer is not None:
+        slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
+        listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model]
+        state["optimizer"] = _optimizer_state(common["optimizer"], listed, ordered, slots)
+    if grid.dp_rank:
+        return Snapshot(common["iteration"], common)
+    for chunk, model in enumerate(ordered):
+        entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
+        key = "model" if len(ordered) == 1 else f"model{chunk}"
+        state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: order(entry[0])))
+    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, 0, grid.layout.pp, 1)
+    return Snapshot(common["iteration"], common, rank_file=(f"{directory}/{rank_files.MODEL_FILE}", state))
+
+
+def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
+    """From the engine's names to those of the implementation."""
+    config, grid = engine.config, engine.grid
+    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
+    ours, theirs = (
+        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows)
+        for naming in (NAMING, core_naming(impl))
+    )
+    return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
+
+
+def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
+    """Optimizer state in the shape of this rank's parameters, from the ranges of all data-parallel ranks."""
+    assert engine.optimizer is not None
+    parameters = {(chunk, name): tensor for chunk, name, tensor in engine.parameters()}
+    names = _slot_names(engine)
+    wholes = {
+        key: {slot: torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device) for slot in names}
+        for key, tensor in parameters.items()
+    }
+    for owned in engine.optimizer.ranges():
+        for slot, flat in owned.tensors.items():
+            wholes[owned.chunk, owned.name][slot][owned.start : owned.end] = flat.detach()
+    if engine.optimizer.distributed and engine.grid.dp > 1:
+        for slots in wholes.values():
+            for flat in slots.values():
+                # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
+                dist.all_reduce(flat.view(torch.int32), group=engine.grid.group("dp"))
+    return {
+        key: {slot: flat.view(parameters[key].shape) for slot, flat in slots.items()} for key, slots in wholes.items()
+    }
+
+
+def _slot_names(engine: Engine) -> list[str]:
+    """The same on every rank, also on one that owns nothing."""
+    assert engine.optimizer is not None
+    own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
+    if not engine.optimizer.distributed or engine.grid.dp == 1:
+        return own
+    sharding: list[Any] = [None] * engine.grid.dp
+    dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
+    return next(names for names in sharding if names)
+
+
+def _optimizer_state(
+    groups: Mapping[str, Any],
+    listed: list[tuple[int, str]],
+    models: list[OrderedDict[str, Tensor]],
+    slots: Mapping[tuple[int, str], Mapping[str, Tensor]],
+) -> dict[str, Any]:
+    """Megatron's Float16OptimizerWithFloat16Params, or its FP32Optimizer, whose masters are the weights themselves.
+
+    groups: common_state's optimizer. listed: parameters in the order of the model.
+    """
+    by_group: list[list[tuple[int, str]]] = [[], []]
+    for chunk, name in listed:
+        by_group[name.endswith(".bias") or models[chunk][name].dim() == 1].append((chunk, name))
+    numbers = {key: number for number, key in enumerate(key for group in by_group for key in group)}
+    param_groups = [
+        {**group, "params": [numbers[key] for key in keys]}
+        for group, keys in zip(groups["optimizer"]["param_groups"], by_group, strict=True)
+    ]
+    counter = {"step": torch.tensor(float(param_groups[0]["step"]))}
+    state = {
+        numbers[key]: {slot: tensor for slot, tensor in slots[key].items() if slot != "master"}
+        | (counter if "exp_avg" in slots[key] else {})
+        for keys in by_group
+        for key in keys
+    }
+    inner = {"state": state, "param_groups": param_groups}
+    if all(tensor.dtype == torch.float32 for model in models for tensor in model.values()):
+        return inner
+    masters = [[slots[key]["master"] for key in keys] for keys in by_group]
+    return {**groups, "optimizer": inner, "fp32_from_fp16_params": masters}

@@ -1,0 +1,178 @@
+"""What a checkpoint says beside its tensors: Megatron's args, scheduler, parameter groups; written, and read back.
+
+Reading goes through the restricted reader of torch files, so that checkpoints from elsewhere can't run anything.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files, torch_zip
+from formats.errors import CorruptCheckpoint
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import padded_vocab
+from megaconv.model.training import TrainingState
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.sizes import Sizes
+
+OURS = "megatron_lite"
+"""The key of what only we need, to go on with the same bits."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+    """Those of steps that weren't skipped: where the learning rate is."""
+    consumed_valid_samples: int = 0
+    flops: float = 0.0
+    engine: Mapping[str, Any] | None = None
+    """As Engine.state() gives it: updates done, loss scale; None: a fresh optimizer."""
+
+    @property
+    def updates(self) -> int:
+        """The optimizer's step."""
+        return int(self.engine["optimizer"].get("steps", 0)) if self.engine else 0
+
+
+def common_state(
+    settings: Settings, config: ModelConfig, sizes: Sizes, dropouts: Mapping[str, float], progress: Progress,
+    scheduler: Mapping[str, Any], rates: tuple[float, float], *, with_optimizer: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The keys of common.pt, and of every rank file but for its tensors. rates: learning rate and weight decay now."""
+    import torch
+
+    divisor = settings.model.make_vocab_size_divisible_by
+    arguments = _plain_settings(settings) | to_arguments(
+        config, sizes.layout, TrainingState(progress.iteration), transformer_impl=settings.checkpointing.transformer_impl,
+        grouped_experts=False, vocab_divisor=divisor, padded_vocab=padded_vocab(config.vocab, divisor, sizes.layout.tp),
+        allow_lossy=True,
+    )  # fmt: skip
+    arguments |= dict(dropouts) | {
+        "params_dtype": getattr(torch, arguments["params_dtype"]),
+        "consumed_train_samples": progress.consumed_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "skipped_train_samples": progress.consumed_samples - progress.scheduled_samples,
+        "data_parallel_size": sizes.dp,
+        "world_size": sizes.dp * sizes.layout.tp * sizes.layout.pp,
+        "sequence_parallel": settings.parallel.sequence_parallel,
+        "seq_length": sizes.seq,
+        "ckpt_format": settings.checkpointing.ckpt_format,
+        "global_batch_size": sizes.batch.full,
+        "no_save_optim": True if not with_optimizer else None,
+        "no_save_rng": True,  # there is no generator whose state would matter: dropout follows from seed and step
+    }
+    state: dict[str, Any] = {
+        "args": Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": progress.iteration,
+        "opt_param_scheduler": dict(scheduler),
+        "num_floating_point_operations_so_far": progress.flops,
+        OURS: asdict(progress),
+    }
+    if with_optimizer:
+        state["optimizer"] = {
+            "optimizer": {"param_groups": param_groups(settings, progress, rates)},
+            **_grad_scaler(config, progress),
+        }
+    return state
+
+
+def _plain_settings(settings: Settings) -> dict[str, Any]:
+    """Flags, as Megatron's args would hold them."""
+    from megatron_lite.settings.config import subjects
+
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for subject in subjects()
+        for name, value in vars(getattr(settings, subject)).items()
+    }
+
+
+def param_groups(settings: Settings, progress: Progress, rates: tuple[float, float]) -> list[dict[str, Any]]:
+    """The two groups that Megatron has: with weight decay, and without (norms and biases)."""
+    lr, decay = rates
+    chosen = settings.optimizer
+    own: dict[str, Any] = {
+        "bias_correction": True, "betas": (chosen.adam_beta1, chosen.adam_beta2), "eps": chosen.adam_eps
+    }  # fmt: skip
+    if chosen.optimizer == "sgd":
+        own = {"momentum": chosen.sgd_momentum, "dampening": 0.0, "nesterov": False}
+    shared = {
+        "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "lr": lr,
+        "step": progress.updates, **own,
+    }  # fmt: skip
+    return [
+        {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult}
+        for wd_mult in (1.0, 0.0)
+    ]  # fmt: skip
+
+
+def _grad_scaler(config: ModelConfig, progress: Progress) -> dict[str, Any]:
+    """fp16's loss scale, as Megatron's dynamic scaler writes it."""
+    if config.dtype != "float16" or progress.engine is None:
+        return {}
+    import torch
+
+    scaler = progress.engine["scaler"]
+    trackers = {"growth_tracker": scaler["good_steps"], "hysteresis_tracker": scaler["overflows_left"]}
+    return {"grad_scaler": {"scale": torch.tensor([float(scaler["scale"])]), **trackers}}
+
+
+def read_common(path: Path) -> Mapping[str, Any] | None:
+    """Of the checkpoint that `path` points at; None for one that isn't Megatron's. Raises CorruptCheckpoint."""
+    version = rank_files.find_version(path)
+    if version is None:
+        return None
+    if (version / "common.pt").is_file():
+        file = version / "common.pt"
+    elif rank_files.is_rank_files(version):
+        file = next(iter(rank_files.read(version).files.values()))
+    else:
+        return None
+    state = torch_zip.read(file)
+    if not isinstance(state, dict):
+        raise CorruptCheckpoint(f"{file}: should hold a dictionary, found a {type(state).__name__}")
+    return state
+
+
+def read_progress(common: Mapping[str, Any] | None, training: TrainingState) -> Progress:
+    """From our own checkpoints all of it; from others what megaconv finds."""
+    if common is not None and isinstance(common.get(OURS), dict):
+        return Progress(**common[OURS])
+    iteration, consumed, optimizer = training.iteration or 0, training.consumed_train_samples, training.optimizer
+    scheduled = (training.scheduler or {}).get("num_steps", consumed)
+    flops = float(training.floating_point_operations)
+    if optimizer is None:
+        return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops)
+    step = iteration if optimizer.step is None else optimizer.step
+    engine = {"step": iteration, "optimizer": {"steps": step}, "scaler": _read_grad_scaler(optimizer.grad_scaler or {})}
+    return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops, engine)
+
+
+def _read_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's dynamic loss scale; empty where there is none, or a constant one."""
+    if "scale" not in scaler:
+        return {}
+    left = scaler.get("hysteresis_tracker", 1)
+    return {"scale": float(scaler["scale"]), "good_steps": scaler.get("growth_tracker", 0), "overflows_left": left}
+
+
+def read_arguments(common: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Megatron's args, as far as there are any."""
+    return vars(common["args"]) if common and isinstance(common.get("args"), Namespace) else {}
+
+
+def read_dropouts(common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None) -> dict[str, float]:
+    """attention_dropout and hidden_dropout as the checkpoint has them; 0 where it says nothing."""
+    args = read_arguments(common)
+    raw = dict(hf or {})
+    attention = args.get("attention_dropout", raw.get("attention_dropout", raw.get("attn_pdrop", 0.0)))
+    hidden = args.get("hidden_dropout", raw.get("hidden_dropout", raw.get("resid_pdrop", 0.0)))
+    return {"attention_dropout": float(attention or 0.0), "hidden_dropout": float(hidden or 0.0)}

@@ -1,0 +1,105 @@
+"""Weights into a model: each rank reads its own rectangles of canonical tensors, wherever they lie."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from megaconv.errors import TensorMismatch
+from megaconv.families import family
+from megaconv.model.natives import NativeTensor
+from megaconv.model.table import canonical_shapes
+from megatron_lite.engine import Engine
+from megatron_lite.models.rng import mix
+
+
+def load_weights(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
+    """Fill all parameters from canonical tensors by name (`megaconv.open(path).tensors`), in any dtype; masters follow.
+
+    Raises TensorMismatch for a tensor that is missing, unknown or misshapen, before anything is changed.
+    """
+    check_tensors(engine, tensors)
+    for module, infos in zip(engine.chunks, engine.infos, strict=True):
+        for info in infos:
+            fill(module.get_parameter(info.name).detach(), info.native, tensors)
+    if engine.optimizer is not None:
+        engine.optimizer.masters_from_weights()
+
+
+def check_tensors(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
+    expected = canonical_shapes(family(engine.config.family).rows, engine.config)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise TensorMismatch(f"{name} is missing; the model needs it with shape {list(shape)}")
+        if tuple(tensors[name].shape) != shape:
+            raise TensorMismatch(f"{name} has shape {list(tensors[name].shape)}, the model needs {list(shape)}")
+    for name in tensors:
+        if name not in expected:
+            raise TensorMismatch(f"{name} is not a tensor of this model")
+
+
+def fill(parameter: Tensor, native: NativeTensor, tensors: Mapping[str, LazyTensor]) -> None:
+    """One parameter from the rectangles it is made of; padding becomes 0."""
+    matrix = parameter.view(matrix_shape(native.shape))
+    if native.padding_rows:
+        matrix[-native.padding_rows :] = 0
+    for name, regions in native.parts.items():
+        for region in regions:
+            piece = read(tensors[name], region.box)
+            matrix[region.row : region.row + region.box.rows] = piece
+
+
+def read(tensor: LazyTensor, box: Box) -> Tensor:
+    """A rectangle as a tensor [rows, cols] of the dtype it has there."""
+    data = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
+    tensor.read_into(box, data)
+    found: Tensor = torch.from_numpy(data).view(getattr(torch, tensor.dtype))
+    return found
+
+
+def init_weights(engine: Engine, std: float, seed: int) -> None:
+    """Random weights, the same at every layout: N(0, std), projections onto the residual N(0, std / sqrt(2 layers))."""
+    config = engine.config
+    shapes = canonical_shapes(family(config.family).rows, config)
+    residual = std / math.sqrt(2 * config.layer_count)
+    load_weights(engine, {name: _initial(name, shape, std, residual, seed) for name, shape in shapes.items()})
+
+
+def _initial(name: str, shape: Shape, std: float, residual: float, seed: int) -> LazyTensor:
+    if name.endswith("bias"):
+        return RandomTensor(shape, mean=0.0, std=0.0, seed=0)
+    if "norm" in name:
+        return RandomTensor(shape, mean=1.0, std=0.0, seed=0)
+    onto_residual = re.search(r"\.(o|down)\.weight$", name) is not None
+    return RandomTensor(shape, mean=0.0, std=residual if onto_residual else std, seed=mix(seed, *name.encode()))
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """A lazy tensor of random numbers: each block of rows has a seed of its own, so that any rectangle can be drawn alone."""
+
+    shape: Shape
+    mean: float
+    std: float
+    seed: int
+    dtype: str = "float32"
+    block: int = 256
+    """Rows."""
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        rows, cols = matrix_shape(self.shape)
+        found = out.view(np.float32)
+        if not self.std:
+            found.fill(self.mean)
+            return
+        for index in range(box.row0 // self.block, -(-box.row1 // self.block)):
+            first, last = index * self.block, min(rows, (index + 1) * self.block)
+            generator = torch.Generator().manual_seed(mix(self.seed, index))
+            drawn = torch.empty(last - first, cols).normal_(self.mean, self.std, generator=generator).numpy()
+            here, end = max(first, box.row0), min(last, box.row1)
+            found[here - box.row0 : end - box.row0] = drawn[here - first : end - first, box.col0 : box.col1]

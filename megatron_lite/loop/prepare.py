@@ -1,0 +1,204 @@
+"""Puts a run together: checkpoint or fresh weights, model, data, schedules; everything that is refused is refused here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megatron_lite.checkpoint.restore import Start, find_start, load
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.sidecars import sidecars
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.checkpoint.weights import init_weights
+from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
+from megatron_lite.engine import Engine
+from megatron_lite.loop import plot
+from megatron_lite.loop.failure import all_or_none
+from megatron_lite.loop.inputs import make_datasets, make_tokenizer
+from megatron_lite.loop.launch import Place, Stop
+from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, peak_tflops
+from megatron_lite.loop.schedule import learning_rate, weight_decay
+from megatron_lite.loop.train import Run, evaluations, total_samples
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.config import Settings, subjects
+from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.sizes import Sizes, check_flags, work_out
+
+
+def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
+    """Collective. Raises CheckpointError; for what has no part in the sizes on all ranks alike."""
+    check_flags(settings)
+    start = all_or_none(lambda: find_start(settings, finetune=finetune))
+    tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
+    config, dropouts = _model(settings, start, tokenizer)
+    options = model_options(settings, dropouts)
+    config = changed(config, {"dtype": options.dtype})
+    sizes = work_out(settings, config, options, place.world)
+    rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
+    decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
+    progress = start.progress if start is not None else Progress()
+    counts = _sample_counts(settings, sizes, progress)
+    datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts))
+    sinks = all_or_none(lambda: _sinks(settings, place))
+    engine = Engine(config, make_grid(sizes.layout, sizes.dp, place.device), options, optimizer_options(settings))
+    if start is None:
+        init_weights(engine, settings.model.init_method_std, settings.training.seed)
+    else:
+        load(engine, start)
+    peak = settings.logging.peak_tflops or peak_tflops(
+        torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
+    )
+    meter = Meter(flops_per_token(config, sizes.seq), place.world, peak, total_samples(settings, sizes, progress))
+    saver = _saver(settings, place, config, tokenizer, start)
+    run = Run(
+        settings, config, sizes, dropouts, place, engine, datasets, tokenizer.vocab_size, rate, decay, meter, saver, sinks, Stop(),
+        progress=progress,
+    )  # fmt: skip
+    run.saved = run.progress.iteration or None
+    _introduce(run, start)
+    _mention(run, start, tokenizer)
+    return run
+
+
+def _model(settings: Settings, start: Start | None, tokenizer: Tokenizer) -> tuple[ModelConfig, Mapping[str, float]]:
+    model, vocab = settings.model, tokenizer.vocab_size
+    if start is None:
+        given = None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size  # that one adds a token
+        config = with_token_ids(model_from_flags(settings, given or vocab), tokenizer)
+        dropouts: Mapping[str, float] = {
+            "attention_dropout": model.attention_dropout,
+            "hidden_dropout": model.hidden_dropout,
+        }
+    else:
+        config, dropouts = start.config, start.dropouts
+        check_against(settings, config, dropouts, start.path)
+    if vocab > config.vocab:
+        raise UsageError(
+            f"the tokenizer has {vocab:,} tokens, the model {config.vocab:,}; give the model's own tokenizer"
+        )
+    return config, dropouts
+
+
+def with_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """So that whoever generates with the model knows where a text begins and ends."""
+    if isinstance(tokenizer, NullTokenizer):
+        return config
+    found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+    return changed(config, {name: number for name, number in found.items() if number is not None})
+
+
+def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOptions:
+    precision, again = settings.precision, settings.recompute
+    dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else "float32"
+    recompute = Recompute(
+        again.recompute_granularity, again.recompute_method or "uniform", again.recompute_num_layers or 1
+    )
+    return ModelOptions(
+        dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
+        attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
+        vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+    )  # fmt: skip
+
+
+def optimizer_options(settings: Settings) -> OptimizerOptions:
+    optimizer, precision, parallel = settings.optimizer, settings.precision, settings.parallel
+    scale = LossScale(
+        precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis,
+        precision.loss_scale,
+    )  # fmt: skip
+    default = OptimizerOptions()
+    return OptimizerOptions(
+        kind="adamw" if optimizer.optimizer == "adam" else "sgd", betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
+        distributed=parallel.use_distributed_optimizer,
+        bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
+        overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
+    )  # fmt: skip
+
+
+def _sample_counts(settings: Settings, sizes: Sizes, progress: Progress) -> list[int]:
+    each = settings.training.eval_iters * sizes.batch.full
+    if settings.training.train_samples is not None:
+        smallest = min(sizes.batch.sizes())
+        rounds = settings.training.train_samples // smallest // settings.training.eval_interval + 1
+    else:
+        rounds = evaluations(settings)
+    return [total_samples(settings, sizes, progress) + sizes.batch.full, each * rounds, each]
+
+
+def _sinks(settings: Settings, place: Place) -> list[Sink]:
+    if place.rank:
+        return []
+    if settings.logging.plot:
+        plot.check_installed()
+    plain: dict[str, Any] = {}
+    for subject in subjects():
+        plain |= vars(getattr(settings, subject))
+    return open_sinks(settings.logging, plain)
+
+
+def _saver(
+    settings: Settings, place: Place, config: ModelConfig, tokenizer: Tokenizer, start: Start | None
+) -> Saver | None:
+    saving = settings.checkpointing
+    if saving.save is None:
+        return None
+    beside = sidecars(settings.data, tokenizer, config, None if start is None else start.files)
+    return Saver(
+        Path(saving.save), saving.ckpt_format, place.rank, place.save_group, beside,
+        saving.keep_last, saving.async_save,
+    )  # fmt: skip
+
+
+def _introduce(run: Run, start: Start | None) -> None:
+    sizes, progress = run.sizes, run.progress
+    parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
+    assert run.engine.optimizer is not None
+    model = f"{run.config.family}, {run.config.layer_count} layers of {run.config.hidden}, {run.engine.options.dtype}"
+    per_parameter = f"{run.engine.optimizer.bytes_per_parameter(sizes.dp):.2f} bytes each with gradients and optimizer"
+    run.say(f"{run.place}; {sizes.layout}, DP {sizes.dp}")
+    run.say(f"{model}; {parameters:,} parameters on this rank, {per_parameter}")
+    if start is not None:
+        optimizer = "with" if start.with_optimizer else "without"
+        run.say(f"weights of {start.path} ({start.header.source}), {optimizer} optimizer state")
+    if progress.iteration:
+        run.say(f"continuing after step {progress.iteration}, {progress.consumed_samples} samples")
+    for dataset, what in zip(run.datasets[1:], ("validation", "test"), strict=True):
+        if dataset is None and run.settings.training.eval_iters:
+            run.say(f"no data for {what}: none will be made")
+
+
+def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
+    """What was decided without being asked, and what is otherwise than in the run that is continued."""
+    settings, seq = run.settings, run.sizes.seq
+    if settings.training.seq_length is None and seq < run.config.max_positions:
+        run.say(
+            f"sequences of {seq} tokens, though the model is for {run.config.max_positions}: --seq-length takes more"
+        )
+    if isinstance(tokenizer, NullTokenizer) and settings.data.tokenizer_type is None:
+        run.say(f"without a tokenizer: data are token ids below {tokenizer.vocab_size}")
+    if start is None and settings.checkpointing.load is not None:
+        run.say(f"nothing in {settings.checkpointing.load} yet: starting from random weights")
+    if start is not None:
+        for name, before, now in _changes(run, start.arguments):
+            run.say(f"changed since the checkpoint: {name} {before} -> {now}")
+
+
+DATA_PLAN = (
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "mock_data", "split", "seed",
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+)  # fmt: skip
+"""Settings that decide which samples come next."""
+
+
+def _changes(run: Run, before: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(setting, in the checkpoint, now)."""
+    values = {**vars(run.settings.data), **vars(run.settings.training)}
+    now = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in DATA_PLAN}
+    now |= {"global_batch_size": run.sizes.batch.full, "seq_length": run.sizes.seq}
+    return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]

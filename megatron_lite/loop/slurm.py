@@ -1,0 +1,72 @@
+"""srun in torchrun's place: a task's rank in torchrun's words, and a rendezvous store that outlives any one rank."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import MutableMapping
+
+from megaconv.errors import UsageError
+
+PORT = "29500"
+_LINGER_S = 10.0
+"""How long the store stays after rank 0, so that other ranks can still ask who failed first."""
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Put torchrun's variables into the environment of a task that srun has started together with others.
+
+    Nothing happens under torchrun, or to a single task. Raises UsageError where nobody says how rank 0 is reached.
+    """
+    rank, world = environment.get("SLURM_PROCID", ""), environment.get("SLURM_STEP_NUM_TASKS", "")
+    if "RANK" in environment or not (rank.isdigit() and world.isdigit()) or int(world) < 2:
+        return
+    nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
+    if "MASTER_ADDR" not in environment and nodes != "1":
+        raise UsageError(
+            f"srun has started {world} processes on {nodes} nodes, but MASTER_ADDR doesn't say where the first one is: export "
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    environment.setdefault("MASTER_ADDR", "127.0.0.1")
+    environment.setdefault("MASTER_PORT", PORT)
+    here = tasks_of_node(environment.get("SLURM_STEP_TASKS_PER_NODE", world), int(environment.get("SLURM_NODEID", "0")))
+    environment.update(
+        RANK=rank, WORLD_SIZE=world, LOCAL_RANK=environment.get("SLURM_LOCALID", rank), LOCAL_WORLD_SIZE=str(here),
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=environment.get("SLURM_RESTART_COUNT", "0"),
+    )  # fmt: skip
+    if rank == "0":
+        _keep_store(int(environment["MASTER_PORT"]))
+
+
+def tasks_of_node(words: str, node: int) -> int:
+    """Slurm writes `8(x2),4` for nodes of 8, 8 and 4 tasks."""
+    tasks = [int(match[1]) for match in _TASKS.finditer(words) for _ in range(int(match[2] or 1))]
+    return tasks[node] if node < len(tasks) else tasks[-1]
+
+
+def sees_own_gpu(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether Slurm shows each task its one GPU alone, under the number 0."""
+    return environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+
+
+def _keep_store(port: int) -> None:
+    """In a process of its own, as torchrun does: rank 0 may be the one that fails."""
+    ours, theirs = os.pipe()
+    if os.fork():
+        os.close(ours)  # the other end closes when this process ends, however it does
+        return
+    os.close(theirs)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    from torch._C._distributed_c10d import TCPStore
+
+    status = 1
+    try:
+        store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+        os.read(ours, 1)
+        time.sleep(_LINGER_S)
+        del store
+        status = 0
+    finally:
+        os._exit(status)

@@ -1,0 +1,270 @@
+"""The training loop: data, step, log, evaluation, save, and every way in which a run can end."""
+
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.snapshot import dist_snapshot, rank_snapshot
+from megatron_lite.checkpoint.state import Progress, common_state
+from megatron_lite.data.batches import GlobalBatches, prefetch
+from megatron_lite.data.samples import Dataset
+from megatron_lite.engine import Engine, StepReport
+from megatron_lite.loop import plot
+from megatron_lite.loop.failure import TrainingError
+from megatron_lite.loop.inputs import Feeder
+from megatron_lite.loop.launch import Place, Stop
+from megatron_lite.loop.log import METRICS, Meter, Sink, line
+from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.sizes import Sizes
+
+
+@dataclass
+class Run:
+    """Everything that a rank needs to train, and how far it has come."""
+
+    settings: Settings
+    config: ModelConfig
+    sizes: Sizes
+    dropouts: Mapping[str, float]
+    place: Place
+    engine: Engine
+    datasets: list[Dataset | None]
+    """For training, evaluation, test."""
+    vocab: int
+    """Of the tokenizer."""
+    rate: LearningRate
+    decay: WeightDecay
+    meter: Meter
+    saver: Saver | None
+    sinks: list[Sink]
+    stop: Stop
+    progress: Progress = field(default_factory=Progress)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    skipped: int = 0
+    """Steps whose gradients weren't finite."""
+    empty: int = 0
+    """Steps without a label that counts, which changed nothing either."""
+    interval: list[float] = field(default_factory=list)
+    """Losses since the last log line."""
+    saved: int | None = None
+    """The iteration of the last save."""
+
+    def say(self, text: str) -> None:
+        if self.place.rank == 0:
+            print(text, flush=True)
+
+    @property
+    def feeder(self) -> Feeder:
+        grid, data = self.engine.grid, self.settings.data
+        packed = data.finetune_data is not None  # examples don't see each other
+        resets = data.reset_position_ids or packed, data.reset_attention_mask or packed
+        return Feeder(grid.device, grid.dp, grid.dp_rank, *resets)
+
+    def batches(self, dataset: Dataset) -> GlobalBatches:
+        grid = self.engine.grid
+        return GlobalBatches(dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab)
+
+
+def total_samples(settings: Settings, sizes: Sizes, progress: Progress = Progress()) -> int:  # noqa: B008  # frozen
+    """That the run will have seen at its end. Iterations are iterations, also of a run whose batch has changed meanwhile."""
+    training = settings.training
+    left = max(0, (training.train_iters or 0) - progress.iteration)
+    return training.train_samples or progress.consumed_samples + left * sizes.batch.full
+
+
+def evaluations(settings: Settings) -> int:
+    """How many there will be."""
+    return (settings.training.train_iters or 0) // settings.training.eval_interval + 1
+
+
+def train(run: Run) -> None:
+    """Until the end, or until something asks to stop; saves then. Raises TrainingError for a loss that is no number."""
+    train_data = run.datasets[0]
+    assert train_data is not None
+    feeder, started, why = run.feeder, time.monotonic(), None
+    limit = run.settings.training.exit_duration_in_mins
+    run.meter.restart()
+    steps = list(_steps(run))
+    if not steps:
+        run.say(
+            f"nothing left: the run has made its {run.progress.iteration} steps, {run.progress.consumed_samples} samples"
+        )
+    for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
+        lr, decay = run.rate.at(run.progress.scheduled_samples), run.decay.at(run.progress.scheduled_samples)
+        time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
+        report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
+        _check(run, report)
+        _advance(run, report, run.sizes.batch.at(consumed))
+        _log(run, report, lr)
+        if run.saver is not None:
+            run.saver.check()
+        why = _reason_to_end(run, report)
+        if why is not None:
+            break
+        _evaluate_when_due(run)
+        _save_when_due(run)
+    _finish(run, why)
+
+
+def _steps(run: Run) -> Iterator[tuple[int, int]]:
+    """(samples consumed before, batch size) of every step that is left."""
+    consumed, total = run.progress.consumed_samples, total_samples(run.settings, run.sizes, run.progress)
+    while consumed < total:
+        size = run.sizes.batch.at(consumed)
+        yield consumed, size
+        consumed += size
+
+
+def _check(run: Run, report: StepReport) -> None:
+    if run.settings.training.no_check_for_nan_in_loss_and_grad:
+        return
+    step = run.progress.iteration + 1
+    what = f"the loss is {report.loss}" if not math.isfinite(report.loss) else None
+    if what is None and report.skipped and not report.empty and not run.settings.precision.fp16:
+        what = f"the norm of the gradients is {report.grad_norm}"
+    if what is not None and not (report.skipped and run.settings.precision.fp16):
+        raise TrainingError(
+            f"step {step}: {what}; lower --lr or look at the data of samples {run.progress.consumed_samples} and after "
+            "(--no-check-for-nan-in-loss-and-grad continues regardless)"
+        )
+
+
+def _advance(run: Run, report: StepReport, size: int) -> None:
+    progress, tokens = run.progress, size * run.sizes.seq
+    run.progress = replace(
+        progress,
+        iteration=progress.iteration + 1,
+        consumed_samples=progress.consumed_samples + size,
+        scheduled_samples=progress.scheduled_samples + (0 if report.skipped else size),
+        flops=progress.flops + tokens * run.meter.flops,
+        engine=run.engine.state(),
+    )
+    run.empty += report.empty
+    run.skipped += report.skipped and not report.empty
+    run.meter.add(size, tokens)
+    if not report.empty:
+        run.losses.append((run.progress.iteration, report.loss))
+    if not report.skipped:
+        run.interval.append(report.loss)
+
+
+def _log(run: Run, report: StepReport, lr: float) -> None:
+    if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
+        return
+    figures: dict[str, Any] = {
+        "iteration": run.progress.iteration,
+        "consumed_samples": run.progress.consumed_samples,
+        "loss": sum(run.interval) / len(run.interval) if run.interval else report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": lr,
+        "memory_bytes": memory_bytes(run.engine.grid.device),
+        "loss_scale": report.loss_scale,
+        "skipped": run.skipped,
+        "empty": run.empty,
+        "device": "GPU" if run.engine.grid.device.type == "cuda" else "process",
+        **run.meter.read(run.progress.consumed_samples),
+    }
+    run.interval.clear()
+    run.say(line(figures, run.settings.training.train_iters))
+    for sink in run.sinks:
+        sink.write(run.progress.iteration, {name: figures[name] for name in METRICS})
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that this process has held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _reason_to_end(run: Run, report: StepReport) -> str | None:
+    interval = run.settings.training.exit_interval
+    if report.signals[0]:
+        return "SIGTERM"
+    if report.signals[1]:
+        return f"--exit-duration-in-mins {run.settings.training.exit_duration_in_mins:g}"
+    if interval is not None and run.progress.iteration % interval == 0:
+        return f"--exit-interval {interval}"
+    return None
+
+
+def _evaluate_when_due(run: Run) -> None:
+    if run.progress.iteration % run.settings.training.eval_interval == 0:
+        evaluate(run, run.datasets[1], "validation")
+
+
+def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
+    """The mean loss over the next --eval-iters batches."""
+    iters, size = run.settings.training.eval_iters, run.sizes.batch.full
+    if dataset is None or not iters:
+        return
+    first = run.progress.consumed_valid_samples if what == "validation" else 0
+    total = tokens = 0.0
+    for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(iters))):
+        losses, count = run.engine.evaluate(run.feeder.microbatches(batch))
+        total, tokens = total + losses, tokens + count
+    step = run.progress.iteration
+    if what == "validation":
+        run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
+    if not tokens:
+        run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
+        return
+    loss = total / tokens
+    if what == "validation":
+        run.evaluations.append((step, loss))
+    run.say(f"step {step:>6} | {what} loss {loss:.5f} | perplexity {math.exp(min(loss, 700)):.3f}")
+    for sink in run.sinks if run.place.rank == 0 else ():
+        sink.write(step, {"iteration": step, f"{what}_loss": loss})
+    run.meter.restart()
+
+
+def _save_when_due(run: Run) -> None:
+    interval = run.settings.checkpointing.save_interval
+    if interval is not None and run.progress.iteration % interval == 0:
+        save(run)
+
+
+def save(run: Run) -> None:
+    """Unless this iteration is saved already."""
+    if run.saver is None or run.saved == run.progress.iteration:
+        return
+    begun = time.perf_counter()
+    saving, progress = run.settings.checkpointing, run.progress
+    samples = progress.scheduled_samples
+    rates = run.rate.at(samples), run.decay.at(samples)
+    with_optimizer = not saving.no_save_optim
+    common = common_state(
+        run.settings, run.config, run.sizes, run.dropouts, progress, scheduler_state(run.rate, run.decay, samples), rates,
+        with_optimizer=with_optimizer,
+    )  # fmt: skip
+    take = dist_snapshot if saving.ckpt_format == "torch_dist" else rank_snapshot
+    run.saver.save(take(run.engine, common, with_optimizer=with_optimizer, impl=saving.transformer_impl))
+    run.saved = progress.iteration
+    ways = " (being written while training goes on)" if saving.async_save else ""
+    run.say(f"step {progress.iteration:>6} | saved to {saving.save} in {time.perf_counter() - begun:.2f} s{ways}")
+    run.meter.restart()
+
+
+def _finish(run: Run, why: str | None) -> None:
+    save(run)
+    if run.saver is not None:
+        run.saver.finish()
+    if why is None:
+        evaluate(run, run.datasets[2], "test")
+    else:
+        run.say(f"step {run.progress.iteration:>6} | ending as asked by {why}")
+    run.engine.finish()
+    if run.settings.logging.plot and run.place.rank == 0 and run.losses:
+        plot.draw(Path(run.settings.logging.plot), run.losses, run.evaluations)
+    for sink in run.sinks:
+        sink.close()

@@ -1,0 +1,1 @@
+"""What is computed: layers, attention, positions, loss."""

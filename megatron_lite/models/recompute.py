@@ -1,0 +1,78 @@
+"""What the backward pass computes again instead of keeping it: whole layers, or the cheap parts of each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lite.parallel.tensor import Made
+from megatron_lite.settings.options import Recompute
+
+
+def keep(make: Made, x: Tensor, use: Made) -> Tensor:
+    """use(make(x)), where autograd keeps what it likes."""
+    return use(make(x))
+
+
+def make_again(make: Made, x: Tensor, use: Made) -> Tensor:
+    """use(make(x)), where `use` keeps x instead of make(x) for its backward pass. torch.compile decides by itself."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return use(make(x))
+    made = make(x)
+    address, count = made.data_ptr(), made.numel()
+
+    def pack(saved: Tensor) -> Any:
+        same = saved.data_ptr() == address and saved.numel() == count
+        return _Again(make, x.detach(), saved.shape) if same else saved
+
+    with saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, _Again) else packed):
+        return use(made)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """In place of a tensor that autograd would have kept."""
+
+    make: Made
+    x: Tensor
+    shape: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        with torch.no_grad():
+            return self.make(self.x).view(self.shape)
+
+
+def run_layers(layers: Sequence[nn.Module], x: Tensor, run: "Run", settings: Recompute) -> Tensor:
+    """x through all layers, some of them in groups whose inside is computed again."""
+    for group, again in _groups(layers, settings):
+        if again and torch.is_grad_enabled():
+            # Dropout seeds itself anew each time, so no random state has to be kept.
+            x = checkpoint(_through, group, x, run, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = _through(group, x, run)
+    return x
+
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _through(layers: Sequence[nn.Module], x: Tensor, run: Run) -> Tensor:
+    for layer in layers:
+        x = run(layer, x)
+    return x
+
+
+def _groups(layers: Sequence[nn.Module], settings: Recompute) -> Iterator[tuple[Sequence[nn.Module], bool]]:
+    if settings.granularity != "full":
+        yield layers, False
+    elif settings.method == "uniform":
+        for first in range(0, len(layers), settings.layers):
+            yield layers[first : first + settings.layers], True
+    else:
+        for layer in layers[: settings.layers]:
+            yield [layer], True
+        yield layers[settings.layers :], False

@@ -1,0 +1,54 @@
+"""Dropout without a random state: what is dropped follows from a seed, the step, the microbatch and the place in the model.
+
+So the same step drops the same at every layout (of equal microbatches), computing a layer again drops the same again, and
+a checkpoint has nothing to keep. Attention weights are the exception: each tensor rank draws for its own heads.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_lite.parallel.tensor import TensorGroup
+
+ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING = range(4)
+"""Places in a layer."""
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed out of several numbers (SplitMix64, chained)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class Seed:
+    """Of one pass of one microbatch. Mutable on purpose: torch.compile doesn't guard what it never reads."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.value = mix(*numbers)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def drop(self, x: Tensor, probability: float, layer: int, place: int, ranks: TensorGroup) -> Tensor:
+        """x [sequence (/ tp), batch, width] with some elements 0 and the others scaled up.
+
+        Drawn for the whole sequence on every rank, so that tensor ranks agree on it whether they share it or not.
+        """
+        generator = torch.Generator(x.device).manual_seed(mix(self.value, layer, place))
+        length = x.shape[0] * (ranks.size if ranks.sequence else 1)
+        kept = x.new_empty(length, *x.shape[1:]).bernoulli_(1 - probability, generator=generator)
+        return x * (ranks.own_part(kept) / (1 - probability))
+
+    @contextmanager
+    def for_attention(self, layer: int, ranks: TensorGroup, device: torch.device) -> Iterator[None]:
+        """torch's own generator, from which attention draws, seeded for this place, and afterwards as it was."""
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(mix(self.value, layer, ATTENTION, ranks.rank))
+            yield

@@ -1,0 +1,1 @@
+"""Who computes which part: the grid of ranks, communication, pipeline, optimizer."""

@@ -1,0 +1,181 @@
+"""Parameters and their fp32 gradients in flat buckets, reduced over the data-parallel ranks while the backward pass goes on.
+
+Buckets are filled in the reverse order of the model, which is about the order in which gradients appear. A gradient is
+added to the bucket as soon as autograd has it, and forgotten; in a chunk's last backward pass of a step the bucket's last
+one starts the reduction. With a distributed optimizer each rank gets the sum of its own part of every bucket only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
+
+ALIGNMENT = 16
+"""Elements: parameters, and the parts of the ranks, begin at multiples of this."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter's place in a bucket."""
+
+    info: ParameterInfo
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class Bucket:
+    """data: parameters in the model's dtype; gradients: float32; both [size], and padded."""
+
+    members: list[Member]
+    data: Tensor
+    gradients: Tensor
+    own: slice
+    """What this rank updates."""
+    group: ProcessGroup | None
+    distributed: bool
+    missing: int = 0
+    """Gradients that the last backward pass has not brought yet."""
+    launched: bool = False
+    reducing: Work | None = None
+    gathering: Work | None = None
+    written: set[str] = field(default_factory=set)
+    """Parameters whose gradients are of this step; what the others hold is of an older one."""
+
+    def add(self, member: Member, gradient: Tensor) -> None:
+        main = self.gradients[member.start : member.end].view_as(gradient)
+        if member.info.name in self.written:
+            main.add_(gradient)
+        else:
+            main.copy_(gradient)
+            self.written.add(member.info.name)
+
+    def launch(self) -> None:
+        """Start to sum the gradients over the data-parallel ranks."""
+        for member in self.members:
+            if member.info.name not in self.written:
+                self.gradients[member.start : member.end].zero_()
+        self.launched = True
+        if self.distributed:
+            part = self.gradients[self.own]
+            self.reducing = comm.reduce_scatter(part, self.gradients, self.group, later=True)
+        else:
+            self.reducing = comm.all_reduce(self.gradients, self.group, later=True)
+
+    def finish(self) -> None:
+        """Afterwards `gradients[own]` is the sum."""
+        if not self.launched:
+            self.launch()
+        comm.wait(self.reducing)
+        self.reducing = None  # gloo keeps a copy of the bucket as long as this lives
+
+    def gather(self) -> None:
+        """Start to fetch the other ranks' parts of the parameters."""
+        if self.distributed:
+            self.gathering = comm.all_gather(self.data, self.data[self.own], self.group, later=True)
+
+    def wait(self) -> None:
+        """For the parameters."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def begin(self) -> None:
+        """A new step."""
+        self.missing, self.launched = len(self.members), False
+        self.written.clear()
+
+
+class ChunkBuckets:
+    """All buckets of one chunk, whose parameters become views of them."""
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        infos: Sequence[ParameterInfo],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ProcessGroup | None,
+        *,
+        bucket_elements: int,
+        distributed: bool,
+        overlap: bool,
+    ) -> None:
+        """chunk: on the meta device, with parameters of these names and shapes."""
+        self.overlap, self.is_last_pass = overlap, False
+        ranks = comm.size(group)
+        self.buckets: list[Bucket] = []
+        self._of: dict[int, Bucket] = {}
+        for members, used in _fill(list(infos), bucket_elements):
+            size = _up(used, ranks * ALIGNMENT)
+            part = size // ranks
+            index = group.rank() if distributed and group is not None else 0
+            own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
+            data = torch.zeros(size, dtype=dtype, device=device)
+            gradients = torch.zeros(size, dtype=torch.float32, device=device)
+            bucket = Bucket(members, data, gradients, own, group, distributed and group is not None)
+            self.buckets.append(bucket)
+            for member in members:
+                view = data[member.start : member.end].view(member.info.native.shape)
+                parameter = nn.Parameter(view)
+                replace_parameter(chunk, member.info.name, parameter)
+                self._of[id(parameter)] = bucket
+                self._add_when_made(parameter, bucket, member)
+
+    def _add_when_made(self, parameter: nn.Parameter, bucket: Bucket, member: Member) -> None:
+        def add(made: Tensor) -> None:
+            assert made.grad is not None
+            bucket.add(member, made.grad)
+            made.grad = None
+            if self.is_last_pass:
+                bucket.missing -= 1
+                if not bucket.missing and self.overlap:
+                    bucket.launch()
+
+        parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def wait_before(self, modules: Iterator[nn.Module]) -> None:
+        """Have each of these modules, when it is called, wait for the parameters it uses."""
+        for module in modules:
+            used = list({id(self._of[id(p)]): self._of[id(p)] for p in module.parameters()}.values())
+
+            def wait(*_: object, used: list[Bucket] = used) -> None:
+                for bucket in used:
+                    bucket.wait()
+
+            module.register_forward_pre_hook(wait)
+
+    def begin(self) -> None:
+        """A new step: gradients are those of the passes that follow."""
+        self.is_last_pass = False
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def finish(self) -> None:
+        """Wait until all gradients are sums over the data-parallel ranks."""
+        for bucket in self.buckets:
+            bucket.finish()
+
+
+def _fill(infos: list[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:
+    """(members, elements) of each bucket; a tied embedding has one of its own, sharded alike on both its ranks."""
+    members: list[Member] = []
+    used = 0
+    for info in reversed(infos):
+        if members and (used >= most or info.tied or members[-1].info.tied):
+            yield members, used
+            members, used = [], 0
+        count = torch.Size(info.native.shape).numel()
+        members.append(Member(info, used, used + count))
+        used = _up(used + count, ALIGNMENT)
+    if members:
+        yield members, used
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,176 @@
+"""The ranks' grid and its process groups; the only file that creates groups.
+
+Which ranks they are is mesh.py's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megaconv.errors import LayoutError
+from megaconv.model.layout import Chunk, Layout
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.mesh import dense_mesh, expert_mesh
+
+
+class Channel(NamedTuple):
+    """One kind of message between stages."""
+
+    backward: bool
+    """A gradient on its way back; else an activation on its way forward."""
+    wraps: bool
+    """Between the last rank and the first, where virtual stages are interleaved."""
+
+
+class Meeting(NamedTuple):
+    """Two neighbouring pipeline ranks that make a communicator of theirs."""
+
+    channel: Channel
+    ranks: tuple[int, int]
+    """In the pipeline: the one that sends forward, the one that receives."""
+
+
+def meetings(pp: int, vpp: int) -> list[Meeting]:
+    """All communicators between stages, in the one order in which every rank makes those that it has a part in.
+
+    NCCL makes one for two ranks when the first message passes between them, and each of the two blocks until the other comes. A
+    rank that asks early for a message, as the pipeline does, would then wait for one that waits for it. Every other pair
+    comes first, so that pairs meet side by side; any order would do as long as it is the same everywhere.
+    """
+    pairs = sorted(((rank, rank + 1) for rank in range(pp - 1)), key=lambda pair: (pair[0] % 2, pair[0]))
+    found = [Meeting(Channel(backward, False), pair) for backward in (False, True) for pair in pairs]
+    if pp > 1 and vpp > 1:
+        found += [Meeting(Channel(backward, True), (pp - 1, 0)) for backward in (False, True)]
+    return found
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One rank's place, and the groups it is in; a group of one rank is None."""
+
+    layout: Layout
+    """Of tp, pp, vpp, ep and etp, and the layers of each stage."""
+    dp: int
+    rank: int
+    device: torch.device
+    groups: Mapping[str, ProcessGroup | None] = field(default_factory=dict)
+    """Of this rank, by the axis along which it reaches: `tp`, `dp`; for experts `etp`, `ep`, `edp`; `ends`: first and last stage;
+    `world`. Missing where it would be of one rank.
+    """
+    channels: Mapping[Channel, ProcessGroup | None] = field(default_factory=dict)
+    """The group of each kind of message between stages. On gloo one for all of them."""
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        return self.groups.get(axis)
+
+    @property
+    def world(self) -> int:
+        return dense_mesh(self.layout, self.dp).size
+
+    @property
+    def tp_rank(self) -> int:
+        return dense_mesh(self.layout, self.dp).place(self.rank)["tp"]
+
+    @property
+    def dp_rank(self) -> int:
+        return dense_mesh(self.layout, self.dp).place(self.rank)["dp"]
+
+    @property
+    def pp_rank(self) -> int:
+        return dense_mesh(self.layout, self.dp).place(self.rank)["pp"]
+
+    @property
+    def expert_place(self) -> dict[str, int]:
+        """etp, ep and edp rank."""
+        return expert_mesh(self.layout, self.dp).place(self.rank)
+
+    def chunks(self) -> list[Chunk]:
+        """This rank's virtual stages."""
+        return [chunk for chunk in self.layout.chunks() if chunk.pp_rank == self.pp_rank]
+
+    def rank_of_stage(self, pp_rank: int) -> int:
+        """The global rank at this place of another stage."""
+        mesh = dense_mesh(self.layout, self.dp)
+        return mesh.rank(mesh.place(self.rank) | {"pp": pp_rank})
+
+    def close(self) -> None:
+        """Destroy all groups but the world's."""
+        made = [group for axis, group in self.groups.items() if axis != "world"]
+        for group in dict.fromkeys([*made, *self.channels.values()]):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+def make_grid(layout: Layout, dp: int, device: torch.device, *, experts: bool = False) -> Grid:
+    """Collective over the default process group, which exists unless the world is one process.
+
+    experts: whether the model has any. Raises LayoutError where tp x dp x pp isn't the number of processes.
+    """
+    tp, pp = layout.tp, layout.pp
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if tp * dp * pp != world:
+        raise LayoutError(f"tp x dp x pp = {tp} x {dp} x {pp} = {tp * dp * pp}, but there are {world} processes")
+    dense = dense_mesh(layout, dp)
+    wanted = {axis: dense.groups(axis) for axis in ("tp", "dp")}
+    if experts:
+        wanted |= {axis: expert_mesh(layout, dp).groups(axis) for axis in ("etp", "ep", "edp")}
+    if world == 1:
+        return Grid(layout, dp, 0, device)
+    rank, columns = dist.get_rank(), dense.groups("pp")
+    if pp > 1:
+        wanted["ends"] = [[column[0], column[-1]] for column in columns]
+    made = _Groups(rank)
+    groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
+    grid = Grid(
+        layout, dp, rank, device, {"world": dist.group.WORLD, **groups}, _make_channels(columns, layout, rank, device)
+    )
+    _warm_up(grid)
+    return grid
+
+
+def _make_channels(
+    columns: list[list[int]], layout: Layout, rank: int, device: torch.device
+) -> dict[Channel, ProcessGroup | None]:
+    """Messages on gloo have tags. NCCL keeps the order of sends between two ranks instead, whatever they are for."""
+    used = list(dict.fromkeys(meeting.channel for meeting in meetings(layout.pp, layout.vpp)))
+    if device.type == "cuda":
+        return {channel: _Groups(rank).own(columns) for channel in used}
+    return dict.fromkeys(used, _Groups(rank).own(columns)) if used else {}
+
+
+def _warm_up(grid: Grid) -> None:
+    """Make every communicator now, in one order on all ranks, not when it is first needed."""
+    number = torch.zeros(1, device=grid.device)
+    for group in dict.fromkeys(grid.groups.values()):
+        comm.all_reduce(number, group)
+    for tag, (channel, (sender, receiver)) in enumerate(meetings(grid.layout.pp, grid.layout.vpp)):
+        if grid.pp_rank == sender:
+            comm.send(number, grid.rank_of_stage(receiver), grid.channels[channel], tag).wait()
+        elif grid.pp_rank == receiver:
+            comm.receive(number, grid.rank_of_stage(sender), grid.channels[channel], tag).wait()
+
+
+class _Groups:
+    """Makes groups, each once: axes along which the same ranks lie share one."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def own(self, groups: list[list[int]]) -> ProcessGroup | None:
+        """Of these groups the one that this rank is in; all ranks make all of them, one after the other.
+
+        Members alone could make theirs, but torch would call a group as it called one of the same ranks that was closed before,
+        and find that one's addresses in the store.
+        """
+        own = None
+        for ranks in groups:
+            if len(ranks) > 1:
+                if tuple(ranks) not in self._made:
+                    self._made[tuple(ranks)] = dist.new_group(ranks)
+                own = self._made[tuple(ranks)] if self._rank in ranks else own
+        return own

@@ -1,0 +1,64 @@
+"""Ranks counted along named axes, as pure arithmetic: whose neighbour is who along which of them.
+
+    dense parameters    rank = tp + TP * (dp + DP * pp)
+    experts             rank = etp + ETP * (ep + EP * (edp + EDP * pp)), the same ranks of a stage, shared out otherwise
+
+Megatron's order (megatron/core/parallel_state.py): tensor ranks are neighbours, stages are furthest apart.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+from megaconv.errors import LayoutError
+from megaconv.model.layout import Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes by name with their sizes, the fastest first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        total = 1
+        for _, count in self.axes:
+            total *= count
+        return total
+
+    def place(self, rank: int) -> dict[str, int]:
+        """By axis."""
+        found = {}
+        for name, count in self.axes:
+            rank, found[name] = divmod(rank, count)
+        return found
+
+    def rank(self, place: dict[str, int]) -> int:
+        found = 0
+        for name, count in reversed(self.axes):
+            found = found * count + place[name]
+        return found
+
+    def groups(self, *names: str) -> list[list[int]]:
+        """All ranks, in groups that differ along these axes alone; the first axis of the mesh is fastest in a group too."""
+        fixed = [range(1) if name in names else range(count) for name, count in reversed(self.axes)]
+        free = [range(count) if name in names else range(1) for name, count in reversed(self.axes)]
+        keys = [name for name, _ in reversed(self.axes)]
+        starts = [self.rank(dict(zip(keys, at, strict=True))) for at in product(*fixed)]
+        steps = [self.rank(dict(zip(keys, at, strict=True))) for at in product(*free)]
+        return [[start + step for step in steps] for start in starts]
+
+
+def dense_mesh(layout: Layout, dp: int) -> Mesh:
+    return Mesh((("tp", layout.tp), ("dp", dp), ("pp", layout.pp)))
+
+
+def expert_mesh(layout: Layout, dp: int) -> Mesh:
+    """Raises LayoutError where the ranks of a stage can't be shared out over experts."""
+    here, parts = layout.tp * dp, layout.etp * layout.ep
+    if here % parts:
+        raise LayoutError(
+            f"expert parallelism: etp x ep = {layout.etp} x {layout.ep} = {parts} has to divide the tp x dp = "
+            f"{layout.tp} x {dp} = {here} ranks of a pipeline stage"
+        )
+    return Mesh((("etp", layout.etp), ("ep", layout.ep), ("edp", here // parts), ("pp", layout.pp)))

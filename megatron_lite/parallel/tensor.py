@@ -1,0 +1,211 @@
+"""Tensor parallelism: matrices sharded by columns, by rows, the embedding sharded by vocabulary. Activations are [sequence, batch, width].
+
+With sequence parallelism each tensor rank holds 1/tp of the sequence between a row-sharded matrix and the next column-sharded one:
+the all-reduce after the former becomes a reduce-scatter, and the latter gathers, in the backward pass once more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_lite.parallel import comm
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share each matrix, and which of them this is."""
+
+    group: ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    sequence: bool = False
+    """Sequence parallelism."""
+
+    def own_part(self, x: Tensor) -> Tensor:
+        """With sequence parallelism this rank's part of the first axis, else all of it."""
+        return x.chunk(self.size)[self.rank] if self.sequence else x
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """x W'. The gradient of x is summed over the ranks while that of W is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
+        return F.linear(comm.gathered(x, group) if sequence else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        later = comm.overlapping()
+        whole = x
+        if ctx.sequence:
+            whole = x.new_empty(grad.shape[0], *x.shape[1:])
+            gathering = comm.all_gather(whole, x.contiguous(), ctx.group, later=later)
+        dx = grad @ weight
+        if ctx.sequence:
+            comm.wait(gathering)
+            part = torch.empty_like(x)
+            summing = comm.reduce_scatter(part, dx, ctx.group, later=later)
+        else:
+            part, summing = dx, comm.all_reduce(dx, ctx.group, later=later)
+        rows = grad.reshape(-1, grad.shape[-1])
+        dw = rows.t() @ whole.reshape(-1, whole.shape[-1])
+        db = rows.sum(0) if ctx.has_bias else None
+        comm.wait(summing)
+        return part, dw, db, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """x W', summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence = group, sequence
+        y = F.linear(x, weight)
+        if sequence:
+            return comm.scattered(y, group)
+        comm.all_reduce(y, group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.sequence:
+            grad = comm.gathered(grad, ctx.group)
+        dw = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return grad @ weight, dw, None, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup) -> Tensor:
+    """x [sequence (/ tp), batch, in], weight [out / tp, in] -> [sequence, batch, out / tp]."""
+    if ranks.group is None:
+        return F.linear(x, weight, bias)
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, ranks.group, ranks.sequence)  # type: ignore[no-untyped-call]
+    return y
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup) -> Tensor:
+    """x [sequence, batch, in / tp], weight [out, in / tp], bias [out] -> [sequence (/ tp), batch, out]."""
+    if ranks.group is None:
+        return F.linear(x, weight, bias)
+    y: Tensor = _RowLinear.apply(x, weight, ranks.group, ranks.sequence)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
+Made = Callable[[Tensor], Tensor]
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last axis."""
+
+    def __init__(self, width: int, epsilon: float, *, with_bias: bool) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if with_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalize(x, self.weight, self.bias, self.epsilon)
+
+
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """LayerNorm with a bias, RMSNorm without."""
+    if bias is not None:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+    if x.is_cuda or torch.compiler.is_compiling():
+        return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """On a CPU PyTorch puts it together of simpler parts, which keep two fp32 copies of x for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(epsilon))
+        ctx.save_for_backward(x, weight, inverse)
+        normed: Tensor = (wide * inverse).mul_(weight).to(x.dtype)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, grad, wide = x.float() * inverse, grad.float(), weight.float()
+        along_each = grad * normed
+        dweight = along_each.sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        along = (along_each @ wide).div_(x.shape[-1]).unsqueeze(-1)
+        dx = (grad * wide).addcmul_(normed, along, value=-1).mul_(inverse)
+        return dx.to(x.dtype), dweight, None
+
+
+class NormColumnLinear(nn.Module):
+    """A norm and the column-sharded matrix behind it, named as Transformer Engine's fused layer."""
+
+    def __init__(
+        self, width: int, out: int, epsilon: float, ranks: TensorGroup, *, norm_bias: bool, bias: bool, keep: "Keep"
+    ) -> None:
+        """out: this rank's rows."""
+        super().__init__()
+        self.epsilon, self.ranks, self.keep = epsilon, ranks, keep
+        self.layer_norm_weight = nn.Parameter(torch.empty(width))
+        self.layer_norm_bias = nn.Parameter(torch.empty(width)) if norm_bias else None
+        self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        def norm(x: Tensor) -> Tensor:
+            return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
+
+        return self.keep(norm, x, lambda normed: column_linear(normed, self.weight, self.bias, self.ranks))
+
+
+class RowLinear(nn.Module):
+    """A row-sharded matrix; its bias is added once, after the sum."""
+
+    def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool) -> None:
+        """width: this rank's columns."""
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_linear(x, self.weight, self.bias, self.ranks)
+
+
+Keep = Callable[[Made, Tensor, Made], Tensor]
+"""keep(make, x, use) -> use(make(x)): decides whether the backward pass finds make(x) kept or makes it again."""
+
+
+class VocabEmbedding(nn.Module):
+    """A table sharded by rows over the ranks."""
+
+    def __init__(self, rows: int, width: int, ranks: TensorGroup) -> None:
+        """rows: of this rank."""
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [sequence, batch] -> [sequence (/ tp), batch, width]."""
+        if self.ranks.group is None:
+            return F.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - self.ranks.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return comm.sum_over(found, self.ranks.group, scatter=self.ranks.sequence)

@@ -1,0 +1,1 @@
+"""Every flag once, and whether they fit each other."""

@@ -1,0 +1,85 @@
+"""The model of a run: from flags, or from a checkpoint that no flag may contradict."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.errors import UsageError
+from megaconv.megatron.arguments.read import from_arguments
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout
+from megaconv.model.training import TrainingState
+from megatron_lite.settings.config import Model, Settings, flags
+
+FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
+"""Settings of a model that its checkpoint doesn't fix, or not here."""
+
+
+def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
+    """vocab: the tokenizer's. Raises UsageError for sizes that are missing, UnknownFamily for a model without a table."""
+    model = settings.model
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(model, name) is None:
+            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which has it)")
+    assert model.hidden_size is not None
+    assert model.num_attention_heads is not None
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise UsageError(
+            f"--hidden-size {model.hidden_size} can't be divided by --num-attention-heads {model.num_attention_heads}; "
+            "choose others, or give --kv-channels"
+        )
+    bias = not model.disable_bias_linear
+    found: dict[str, Any] = {
+        "layers.count": model.num_layers,
+        "hidden": model.hidden_size,
+        "mlp.ffn": model.ffn_hidden_size or _ffn(model),
+        "vocab": vocab,
+        "mlp.gated": model.swiglu,
+        "tie_embeddings": not model.untie_embeddings_and_output_weights,
+        "attention.qkv_bias": bias or model.add_qkv_bias,
+        "attention.o_bias": bias,
+        "mlp.bias": bias,
+        "attention.qk_norm": model.qk_layernorm,
+    }
+    return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found)
+
+
+def _ffn(model: Model) -> int:
+    """Megatron's: 4 x hidden; gated 8/3 x hidden, rounded down to a multiple of 64."""
+    assert model.hidden_size
+    return int(4 * model.hidden_size * 2 / 3) // 64 * 64 if model.swiglu else 4 * model.hidden_size
+
+
+def _as_arguments(settings: Settings, ffn: int) -> Namespace:
+    """What Megatron's own args would say, as far as from_arguments asks."""
+    values: dict[str, Any] = dict(vars(settings.model))
+    values["ffn_hidden_size"] = ffn
+    values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
+    values["max_position_embeddings"] = settings.model.max_position_embeddings or settings.training.seq_length
+    return Namespace(**{name: value for name, value in values.items() if value is not None})
+
+
+def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str) -> None:
+    """Raises UsageError for the first flag that says something else than the checkpoint at source."""
+    stated = to_arguments(
+        config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
+        vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
+    ) | dict(dropouts)  # fmt: skip
+    stated |= {
+        "disable_bias_linear": not stated["add_bias_linear"],
+        "no_bias_gelu_fusion": not stated["bias_gelu_fusion"],
+        "num_query_groups": config.attention.kv_heads,
+        "rope_scaling_factor": (config.positions.scaling or {}).get("factor", stated["rope_scaling_factor"]),
+    }
+    for name in sorted(settings.given):
+        subject, _ = flags()[name]
+        if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:
+            continue
+        asked = getattr(getattr(settings, subject), name)
+        if name == "vocab_size" and settings.data.tokenizer_type == "NullTokenizer":
+            asked += 1  # the end of a document
+        if asked != stated[name] and not (asked is False and stated[name] is None):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {stated[name]}; leave the flag out"
+            )

@@ -1,0 +1,248 @@
+"""From a command line and a YAML file to Settings: the flags, their help and their types are made from config.py."""
+
+import argparse
+import difflib
+import types
+from collections.abc import Callable
+from dataclasses import Field
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from megaconv.errors import UsageError
+from megatron_lite.settings.config import Settings, flags, make_settings, subjects
+
+YAML_FLAGS = ("--yaml-cfg", "--config-file")
+
+WITHOUT_EFFECT = {
+    "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
+    "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "deterministic_mode": 0, "dist_ckpt_strictness": 1,
+    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "grad_reduce_in_bf16": 0,
+    "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "manual_gc": 0,
+    "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
+    "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0, "no_rope_fusion": 0, "no_save_rng": 0,
+    "num_workers": 1, "tensorboard_queue_size": 1,
+    "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
+}  # fmt: skip
+"""Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
+
+REFUSED = {
+    "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
+    "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
+    "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8", "profile": "profiles", "profile_step_end": "profiles",
+    "profile_step_start": "profiles",
+}  # fmt: skip
+"""Flags of Megatron-LM that would change what a run does -> what there is no code for."""
+
+NOT_YET = {
+    "context_parallel_size": "1", "dataloader_type": "single", "expert_model_parallel_size": "1", "expert_tensor_parallel_size": "1",
+    "num_experts": "0",
+}  # fmt: skip
+"""Flags of which there is one value only, so far."""
+
+EXAMPLES = {
+    "pretrain": """examples:
+  python -m megatron_lite pretrain --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \\
+      --mock-data --vocab-size 1024 --micro-batch-size 4 --train-iters 100 --lr 3e-4 --save ckpt --resume
+  torchrun --nproc-per-node 4 -m megatron_lite pretrain --yaml-cfg llama.yaml --tensor-model-parallel-size 2 \\
+      --pipeline-model-parallel-size 2 --data-path corpus_text_document --bf16 --save ckpt --save-interval 500 --resume""",
+    "finetune": """examples:
+  torchrun --nproc-per-node 4 -m megatron_lite finetune --load Llama-2-7b --data-path answers_text_document --bf16 \\
+      --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32 --train-iters 200 --lr 1e-5 --save tuned
+  megaconv convert --load-dir tuned --saver hf --save-dir Llama-2-7b-tuned""",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help lists all flags")
+
+
+def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
+    """Settings, and the flags that were accepted though they have no effect here.
+
+    The command line wins over the YAML file. Raises UsageError.
+    """
+    known, rest = make_parser(command).parse_known_args(arguments)
+    ignored = _take_without_effect(rest)
+    values = vars(known)
+    path = values.pop("yaml", None)
+    settled = (_read_yaml(path, ignored) if path else {}) | values
+    return make_settings(settled), ignored
+
+
+def make_parser(command: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"megatron_lite {command}", usage=f"torchrun --nproc-per-node N -m megatron_lite {command} [FLAGS]",
+        description=f"{DESCRIPTIONS[command]} Flags are Megatron-LM's.", epilog=EXAMPLES[command],
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument(
+        *YAML_FLAGS, dest="yaml", metavar="PATH", help="the same settings from a YAML file; the command line wins"
+    )
+    hints = type_hints()
+    for kind in subjects().values():
+        group = parser.add_argument_group(kind.__doc__)
+        for name, (_, item) in flags().items():
+            if name in kind.__dataclass_fields__:
+                _add(group, name, item, hints[name])
+    return parser
+
+
+DESCRIPTIONS = {
+    "pretrain": "Train a model from the start, or continue a run at any parallel layout.",
+    "finetune": "Train on from the weights of any checkpoint that megaconv reads.",
+}
+
+
+@cache
+def type_hints() -> dict[str, Any]:
+    """The type of every setting, without its `| None`."""
+    found = {}
+    for kind in subjects().values():
+        for name, hint in get_type_hints(kind).items():
+            members = [member for member in get_args(hint) if member is not types.NoneType]
+            found[name] = members[0] if isinstance(hint, types.UnionType) else hint
+    return found
+
+
+def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any) -> None:
+    text: str = item.metadata["help"]
+    options: dict[str, Any] = {}
+    if hint is bool:
+        options = {"nargs": "?", "const": True, "metavar": "true|false"}
+    elif item.metadata["choices"]:
+        options = {"choices": item.metadata["choices"]}
+        text += " {" + ", ".join(item.metadata["choices"]) + "}"
+    elif hint not in (int, float, str):
+        options = {"nargs": "+"}
+    if options.get("metavar") is None:
+        options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
+    if item.default not in (None, False):
+        text += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"
+    short = [item.metadata["short"]] if item.metadata["short"] else []
+    group.add_argument(
+        "--" + name.replace("_", "-"),
+        *short,
+        dest=name,
+        type=_reader(_element(hint)),
+        help=text.replace("%", "%%"),
+        **options,
+    )
+
+
+def _element(hint: Any) -> Any:
+    """int for both int and tuple[int, ...]."""
+    return hint if isinstance(hint, type) else get_args(hint)[0]
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    if kind is bool:
+        return _boolean
+    return kind
+
+
+def _boolean(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, found {word!r}")
+    return word.lower() == "true"
+
+
+def _take_without_effect(rest: list[str]) -> list[str]:
+    """Raises UsageError for anything else, with what was probably meant."""
+    ignored, position = [], 0
+    while position < len(rest):
+        word, _, value = rest[position].partition("=")
+        name = word.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or name not in (WITHOUT_EFFECT | NOT_YET):
+            raise UsageError(_refused(word, name) or _unknown(word))
+        if name in NOT_YET:
+            value = value or "".join(rest[position + 1 : position + 2])
+            _require_only(name, value)
+        ignored.append(word)
+        position += 1 + (0 if "=" in rest[position] else WITHOUT_EFFECT.get(name, 1))
+    return ignored
+
+
+def _require_only(name: str, value: object, where: str = "") -> None:
+    if str(value) != NOT_YET[name]:
+        raise UsageError(
+            f"{where}--{name.replace('_', '-')} {value} is not available; leave it out, or give {NOT_YET[name]}"
+        )
+
+
+def _refused(word: str, name: str) -> str | None:
+    return f"{word}: {REFUSED[name]} can't be had yet; leave it out" if name in REFUSED else None
+
+
+def _unknown(word: str) -> str:
+    if not word.startswith("-"):
+        return f"{word!r} is not a flag or a flag's value; --help lists them"
+    known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
+
+
+def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
+    """A mapping of flags to values, with dashes or underscores; subjects may be headings over their flags."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: can't be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: should be a mapping of flags to values")
+    hints, values = type_hints(), {}
+    for key, value in _flatten(document):
+        name = str(key).replace("-", "_")
+        if name in WITHOUT_EFFECT:
+            ignored.append(f"{path}: {key}")
+        elif name in NOT_YET:
+            _require_only(name, value, f"{path}: ")
+        elif name not in hints:
+            word = "--" + name.replace("_", "-")
+            raise UsageError(f"{path}: {_refused(word, name) or _unknown(word)}")
+        elif value is not None:
+            values[name] = _convert(path, name, value, hints[name])
+    return values
+
+
+def _flatten(document: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    pairs: list[tuple[Any, Any]] = []
+    for key, value in document.items():
+        pairs += value.items() if key in subjects() and isinstance(value, dict) else [(key, value)]
+    return pairs
+
+
+def _convert(path: str, name: str, value: Any, hint: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as text, so that every value goes through what reads flags."""
+    read, choices = _reader(_element(hint)), flags()[name][1].metadata["choices"]
+    try:
+        if isinstance(hint, type):
+            found = read(str(value))
+        else:
+            words = value if isinstance(value, list) else str(value).split()
+            found = [read(str(word)) for word in words]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise UsageError(f"{path}: {name}: expected {getattr(hint, '__name__', hint)}, found {value!r:.60}") from None
+    if choices and found not in choices:
+        raise UsageError(f"{path}: {name}: choose one of {', '.join(choices)}; found {value!r:.60}")
+    return found
+
+
+def flag_table() -> str:
+    """All flags as Markdown, for docs/trainer-flags.md."""
+    lines = []
+    for kind in subjects().values():
+        lines += ["", f"## {kind.__doc__}", "", "| flag | | default |", "|---|---|---|"]
+        for name in kind.__dataclass_fields__:
+            item = flags()[name][1]
+            words = " · ".join(f"`{word}`" for word in item.metadata["choices"])
+            text = item.metadata["help"].replace("|", "\\|") + (f" ({words})" if words else "")
+            default = "" if item.default in (None, False) else f"`{item.default}`"
+            short = f", `{item.metadata['short']}`" if item.metadata["short"] else ""
+            lines.append(f"| `--{name.replace('_', '-')}`{short} | {text} | {default} |")
+    return "\n".join(lines) + "\n"

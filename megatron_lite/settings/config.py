@@ -1,0 +1,252 @@
+"""Every setting of a run, one frozen dataclass a subject: flags, YAML keys and help are made from these and nothing else.
+
+A field's name is Megatron-LM's flag with underscores (`--micro-batch-size` is `micro_batch_size`), and so is its meaning.
+A class's docstring is the heading under which `--help` lists its flags.
+"""
+
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from typing import Any
+
+
+def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), short: str | None = None) -> Any:
+    """A setting with its default, what `--help` says about it, and a shorter flag beside Megatron's."""
+    return field(default=default, metadata={"help": text, "choices": choices, "short": short})
+
+
+@dataclass(frozen=True)
+class Model:
+    """Model; with --load all of this comes from the checkpoint, and a flag that contradicts it is an error"""
+
+    num_layers: int | None = flag(None, "transformer layers")
+    hidden_size: int | None = flag(None, "width of the model")
+    ffn_hidden_size: int | None = flag(None, "width of the MLP (4 x hidden; 8/3 x hidden with --swiglu, rounded to 64)")
+    num_attention_heads: int | None = flag(None, "attention heads")
+    group_query_attention: bool = flag(False, "heads share keys and values in groups")
+    num_query_groups: int = flag(1, "groups of --group-query-attention")
+    kv_channels: int | None = flag(None, "size of one head (hidden / heads)")
+    max_position_embeddings: int | None = flag(None, "longest sequence that the model is for (--seq-length)")
+    position_embedding_type: str = flag(
+        "learned_absolute", "kind of position embedding", choices=("learned_absolute", "rope")
+    )
+    rotary_base: float = flag(10000.0, "theta of the rotary embedding")
+    rotary_percent: float = flag(1.0, "part of a head that rotates")
+    use_rope_scaling: bool = flag(False, "scale the rotary embedding as Llama 3.1 does")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    normalization: str = flag("LayerNorm", "kind of norms", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "epsilon of the norms")
+    swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU")
+    no_bias_gelu_fusion: bool = flag(False, "exact GELU, not its approximation by tanh")
+    disable_bias_linear: bool = flag(False, "no biases in linear layers")
+    add_qkv_bias: bool = flag(False, "biases on q, k and v even so")
+    qk_layernorm: bool = flag(False, "norms on q and k")
+    untie_embeddings_and_output_weights: bool = flag(False, "a head of its own")
+    attention_dropout: float = flag(0.1, "dropout of attention weights")
+    hidden_dropout: float = flag(0.1, "dropout of what each block adds")
+    init_method_std: float = flag(0.02, "standard deviation of initial weights")
+    vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times tp")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Parallelism"""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", short="--tp")
+    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
+    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
+    account_for_loss_in_pipeline_split: bool = flag(False, "count the head as a layer when sharing out")
+    pipeline_model_parallel_layout: str | None = flag(None, "all stages, as in Et*3|(tt|)*2,tL")
+    sequence_parallel: bool = flag(
+        False, "shard activations between the matrices along the sequence, over the tp ranks"
+    )
+    use_distributed_optimizer: bool = flag(False, "share optimizer state over the data-parallel ranks")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
+    overlap_param_gather: bool = flag(False, "gather parameters while the forward pass goes on")
+    ddp_bucket_size: int | None = flag(None, "elements of a gradient bucket (40 million)")
+    distributed_backend: str | None = flag(
+        None, "communication (nccl with a GPU for every process, else gloo)", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = flag(10.0, "watchdog: give up on a silent rank after this long")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training"""
+
+    micro_batch_size: int = flag(1, "sequences of one forward pass")
+    global_batch_size: int | None = flag(None, "sequences of one step (micro batch x data-parallel size)")
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENTs over SAMPLES"
+    )
+    seq_length: int | None = flag(None, "tokens of a sequence (the model's positions, at most 4096)")
+    train_iters: int | None = flag(None, "steps in all")
+    train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
+    eval_interval: int = flag(1000, "steps between evaluations")
+    eval_iters: int = flag(100, "batches of an evaluation; 0: none")
+    exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
+    exit_duration_in_mins: float | None = flag(None, "save and exit (status 0) after this long")
+    seed: int = flag(1234, "of initial weights, order of data, dropout")
+    no_check_for_nan_in_loss_and_grad: bool = flag(False, "go on when the loss is NaN")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Optimizer and learning rate"""
+
+    optimizer: str = flag("adam", "adam (AdamW), or SGD with momentum", choices=("adam", "sgd"))
+    sgd_momentum: float = flag(0.9, "momentum of sgd")
+    lr: float | None = flag(None, "highest learning rate")
+    min_lr: float = flag(0.0, "lowest learning rate")
+    lr_decay_style: str = flag(
+        "linear", "how it decays", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int | None = flag(None, "steps of the decay, warm-up included (--train-iters)")
+    lr_decay_samples: int | None = flag(None, "the same in samples (--train-samples)")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "the last phase of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "steps of that phase")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of that phase")
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a part of the decay")
+    lr_warmup_init: float = flag(0.0, "learning rate at which the warm-up starts")
+    weight_decay: float = flag(0.01, "weight decay of matrices")
+    start_weight_decay: float | None = flag(None, "weight decay at the start, with --weight-decay-incr-style")
+    end_weight_decay: float | None = flag(None, "weight decay at the end")
+    weight_decay_incr_style: str = flag("constant", "how it grows", choices=("constant", "linear", "cosine"))
+    clip_grad: float = flag(1.0, "clip the gradient's norm to this; 0: don't")
+    adam_beta1: float = flag(0.9, "Adam's first beta")
+    adam_beta2: float = flag(0.999, "Adam's second beta")
+    adam_eps: float = flag(1e-8, "Adam's epsilon")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Precision; fp32 unless one is given"""
+
+    bf16: bool = flag(False, "compute in bf16, with fp32 main weights and gradients")
+    fp16: bool = flag(False, "compute in fp16, the same, with a scaled loss")
+    loss_scale: float | None = flag(None, "constant loss scale (dynamic)")
+    initial_loss_scale: float = flag(2.0**32, "where the dynamic loss scale starts")
+    min_loss_scale: float = flag(1.0, "the least dynamic loss scale")
+    loss_scale_window: int = flag(1000, "steps without overflow after which it doubles")
+    hysteresis: int = flag(2, "overflows after which it halves")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Memory against time"""
+
+    recompute_granularity: str | None = flag(
+        None, "what the backward pass computes again: whole layers or what is cheap", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None, "for full: groups of layers from each stage's start (uniform) or its first layers (block)",
+        choices=("uniform", "block"),
+    )  # fmt: skip
+    recompute_num_layers: int | None = flag(None, "layers of a group, or layers recomputed")
+    compile: bool = flag(False, "torch.compile each layer")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data"""
+
+    data_path: tuple[str, ...] | None = flag(None, "[WEIGHT] PREFIX ...: indexed data sets, blended")
+    train_data_path: tuple[str, ...] | None = flag(None, "the same, for training alone")
+    valid_data_path: tuple[str, ...] | None = flag(None, "the same, for evaluation")
+    test_data_path: tuple[str, ...] | None = flag(None, "the same, for the test at the end")
+    finetune_data: tuple[str, ...] | None = flag(
+        None, "JSON lines of {prompt, completion} or {text}, whole examples packed into sequences"
+    )
+    split: str | None = flag(None, "parts of --data-path for training, evaluation, test: 969,30,1")
+    data_cache_path: str | None = flag(None, "where indices of samples are kept")
+    mock_data: bool = flag(False, "random tokens")
+    tokenizer_type: str | None = flag(None, "kind of tokenizer")
+    tokenizer_model: str | None = flag(None, "the tokenizer's file or directory (the checkpoint's)")
+    vocab_file: str | None = flag(None, "vocabulary of a GPT-2 or BERT tokenizer")
+    merge_file: str | None = flag(None, "merges of a GPT-2 tokenizer")
+    reset_position_ids: bool = flag(False, "positions begin anew with each document")
+    reset_attention_mask: bool = flag(False, "documents don't see each other")
+    eod_mask_loss: bool = flag(False, "no loss on the ends of documents")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Checkpoints"""
+
+    load: str | None = flag(
+        None, "checkpoint to start from: any that megaconv reads, or a Hub id; with the same --save as --resume"
+    )
+    save: str | None = flag(None, "directory to save to")
+    save_interval: int | None = flag(None, "steps between saves (at the end only)")
+    resume: bool = flag(False, "continue from --save where it holds a checkpoint, else start as the other flags say")
+    keep_last: int | None = flag(None, "keep this many checkpoints, remove older ones")
+    ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
+    transformer_impl: str = flag(
+        "transformer_engine",
+        "whose modules (their _extra_state) a checkpoint lists",
+        choices=("transformer_engine", "local"),
+    )
+    async_save: bool = flag(False, "write while training goes on")
+    no_save_optim: bool = flag(False, "save no optimizer state")
+    no_load_optim: bool = flag(False, "load no optimizer state")
+    finetune: bool = flag(False, "take the weights of --load alone, as the command finetune does")
+
+
+@dataclass(frozen=True)
+class Logging:
+    """Logging"""
+
+    log_interval: int = flag(100, "steps between log lines")
+    metrics_file: str | None = flag(None, "append one JSON object for each logged step")
+    tensorboard_dir: str | None = flag(None, "write TensorBoard events")
+    wandb_project: str | None = flag(None, "log to Weights & Biases")
+    wandb_exp_name: str | None = flag(None, "name of the run there")
+    plot: str | None = flag(None, "draw the loss curve into this PNG at the end")
+    peak_tflops: float | None = flag(None, "what one device can do, for MFU (known for common GPUs)")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of them, and which ones the user gave: command line or YAML."""
+
+    model: Model = Model()
+    parallel: Parallel = Parallel()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    precision: Precision = Precision()
+    recompute: Recompute = Recompute()
+    data: Data = Data()
+    checkpointing: Checkpointing = Checkpointing()
+    logging: Logging = Logging()
+    given: frozenset[str] = frozenset()
+
+
+@cache
+def subjects() -> dict[str, Any]:
+    """The classes above by the name of their field in Settings, in the order of `--help`."""
+    return {item.name: type(item.default) for item in fields(Settings) if item.name != "given"}
+
+
+@cache
+def flags() -> dict[str, tuple[str, Field[Any]]]:
+    """Every setting -> (subject, its field)."""
+    found = {item.name: (name, item) for name, kind in subjects().items() for item in fields(kind)}
+    assert all(item.default is not MISSING for _, item in found.values())
+    return found
+
+
+def make_settings(values: dict[str, Any]) -> Settings:
+    """From values by flag name; all others are the defaults."""
+    by_subject: dict[str, dict[str, Any]] = {name: {} for name in subjects()}
+    for name, value in values.items():
+        by_subject[flags()[name][0]][name] = tuple(value) if isinstance(value, list) else value
+    made = {name: kind(**by_subject[name]) for name, kind in subjects().items()}
+    return Settings(**made, given=frozenset(values))

@@ -1,0 +1,70 @@
+"""How a model is run and optimized, beside what it is (megaconv.model.config.ModelConfig) and where (megatron_lite.parallel.grid)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation recomputation: what the backward pass computes again instead of keeping it, by Megatron's names."""
+
+    granularity: str | None = None
+    """None; `full`: whole layers; `selective`: norms and activation functions alone."""
+    method: str = "uniform"
+    """Of full: `uniform`: groups of `layers` layers, all of them; `block`: the first `layers` of each chunk, one by one."""
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the forward and backward passes run."""
+
+    dtype: str = "bfloat16"
+    """Of parameters and activations: `bfloat16`, `float16`, `float32`. Gradients are summed in float32."""
+    sequence_parallel: bool = False
+    """Between the matrices of a layer each tensor rank keeps its part of the sequence."""
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    recompute: Recompute = Recompute()
+    attention: str = "auto"
+    """`sdpa`; `flash` (flash-attn, on a GPU); `auto`: flash where it is installed and fits."""
+    compile: bool = False
+    """torch.compile each layer."""
+    loss_rows: int | None = None
+    """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
+    vocab_divisor: int = 128
+    """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
+    seed: int = 1234
+    """Of dropout."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """fp16's factor on the loss: halved after `hysteresis` overflows, doubled after `window` steps without one."""
+
+    initial: float = 2.0**32
+    minimum: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    constant: float | None = None
+    """This factor for ever instead."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How parameters are updated. Learning rate and weight decay are arguments of each step."""
+
+    kind: str = "adamw"
+    """`adamw` or `sgd`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """Of sgd."""
+    clip_grad: float = 1.0
+    """The largest norm of all gradients together; 0: any."""
+    distributed: bool = False
+    """Share state and fp32 masters over the data-parallel ranks (ZeRO 1)."""
+    bucket_elements: int = 40_000_000
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    loss_scale: LossScale = LossScale()
+    """Used with float16 alone."""

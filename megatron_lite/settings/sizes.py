@@ -1,0 +1,177 @@
+"""Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
+
+from dataclasses import dataclass
+
+from megaconv.errors import LayoutError, UsageError
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.sharding import rank_sizes
+from megatron_lite.settings.config import Parallel, Settings, Training
+from megatron_lite.settings.options import ModelOptions
+
+LONGEST_UNASKED = 4096
+"""Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Sequences of a step, as Megatron-LM ramps them up: grows from `start` by `increment`s over `samples`, to `full`."""
+
+    full: int
+    start: int
+    increment: int = 0
+    samples: int = 0
+
+    def at(self, samples: int) -> int:
+        if self.start == self.full or samples > self.samples:
+            return self.full
+        each = self.samples / ((self.full - self.start) // self.increment)
+        return min(self.full, self.start + int(samples / each) * self.increment)
+
+    def sizes(self) -> list[int]:
+        """Every size that a run will have."""
+        return [*range(self.start, self.full, self.increment), self.full] if self.increment else [self.full]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What follows from the flags, the model and the number of processes."""
+
+    layout: Layout
+    dp: int
+    batch: BatchSize
+    micro_batch: int
+    seq: int
+
+
+def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, world: int) -> Sizes:
+    """Raises LayoutError or UsageError for anything that can't be."""
+    training = settings.training
+    check_flags(settings)
+    layout = _layout(settings.parallel, config)
+    seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    dp = check_sizes(config, layout, world, options, seq, layout.pp)
+    batch = batch_size(training, dp)
+    for size in batch.sizes():
+        if size < 1 or size % (micro * dp):
+            raise UsageError(
+                f"a global batch of {size} can't be divided into micro batches of {micro} on {dp} data-parallel ranks: "
+                f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
+            )
+        check_sizes(config, layout, world, options, seq, size // (micro * dp))
+    return Sizes(layout, dp, batch, micro, seq)
+
+
+def batch_size(training: Training, dp: int) -> BatchSize:
+    """Raises UsageError for a ramp that doesn't arrive at the global batch size."""
+    full = training.global_batch_size or training.micro_batch_size * dp
+    if training.rampup_batch_size is None:
+        return BatchSize(full, full)
+    if len(training.rampup_batch_size) != 3:
+        raise UsageError("--rampup-batch-size takes three numbers: START INCREMENT SAMPLES")
+    start, increment, samples = training.rampup_batch_size
+    if start < 1 or increment < 1 or samples < 1 or start >= full or (full - start) % increment:
+        raise UsageError(
+            f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {full - start} "
+            f"has to be a positive multiple of {increment}"
+        )
+    if training.train_samples is None:
+        raise UsageError("--rampup-batch-size counts in samples: give --train-samples in place of --train-iters")
+    return BatchSize(full, start, increment, samples)
+
+
+def check_sizes(
+    config: ModelConfig, layout: Layout, world: int, options: ModelOptions, sequence: int, microbatches: int
+) -> int:
+    """The data-parallel size. Raises LayoutError, with the arithmetic, for what can't be run; makes no group.
+
+    sequence: tokens of one sequence. microbatches: per data-parallel rank and step.
+    """
+    tp, pp, vpp = layout.tp, layout.pp, layout.vpp
+    if world % (tp * pp):
+        raise LayoutError(
+            f"{world} processes can't be divided over tp x pp = {tp} x {pp} = {tp * pp}; start a multiple of {tp * pp}"
+        )
+    if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
+        stages = "+".join(map(str, layout.stage_layers))
+        raise LayoutError(
+            f"stages of {stages} layers don't make {config.layer_count} layers in pp x vpp = {pp} x {vpp} stages"
+        )
+    rank_sizes(config, layout)
+    if layout.ep > 1:
+        raise LayoutError(f"expert parallel size is {layout.ep}, but mixtures of experts can't be trained yet")
+    if options.sequence_parallel and sequence % tp:
+        raise LayoutError(
+            f"sequence parallelism shards {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
+        )
+    if config.positions.kind == "learned" and sequence > config.max_positions:
+        raise LayoutError(
+            f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
+        )
+    if vpp > 1 and microbatches % pp:
+        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
+        use = f"{below} or {above}" if below else str(above)
+        raise LayoutError(
+            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
+        )
+    return world // (tp * pp)
+
+
+def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if min(tp, pp) < 1:
+        raise LayoutError(f"tp = {tp}, pp = {pp}: parallel sizes have to be 1 or more")
+    split = LayerSplit(
+        None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
+        parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
+        parallel.pipeline_model_parallel_layout,
+    )  # fmt: skip
+    vpp = _virtual_stages(parallel, config, split)
+    return Layout(tp, pp, vpp, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+
+
+def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
+    pp, listed = parallel.pipeline_model_parallel_size, split.stages()
+    each, count = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    if each is not None and count is not None:
+        raise UsageError(
+            "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
+        )
+    if count is not None:
+        return count
+    if each is not None:
+        if each < 1 or config.layer_count % (pp * each):
+            raise LayoutError(
+                f"{config.layer_count} layers can't be divided into virtual stages of {each} over {pp} ranks: "
+                f"{pp} x {each} = {pp * each} has to divide them"
+            )
+        return config.layer_count // (pp * each)
+    return listed // pp if listed is not None and pp > 1 and listed % pp == 0 else 1
+
+
+def check_flags(settings: Settings) -> None:
+    """What can be judged without the model. Raises UsageError."""
+    training, precision, saving = settings.training, settings.precision, settings.checkpointing
+    granularity, method = settings.recompute.recompute_granularity, settings.recompute.recompute_method
+    positive = {
+        "micro_batch_size": training.micro_batch_size,
+        "train_iters": training.train_iters, "train_samples": training.train_samples, "eval_interval": training.eval_interval,
+        "exit_interval": training.exit_interval, "save_interval": saving.save_interval, "keep_last": saving.keep_last,
+        "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
+    }  # fmt: skip
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
+    refused = [
+        (precision.bf16 and precision.fp16, "--bf16 and --fp16 contradict each other"),
+        (not (training.train_iters or training.train_samples), "--train-iters (or --train-samples) is missing"),
+        (training.train_iters and training.train_samples, "give --train-iters or --train-samples, not both"),
+        (saving.save_interval and not saving.save, "--save-interval needs --save"),
+        (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
+        (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
+        (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
+        (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
+    ]  # fmt: skip
+    for wrong, message in refused:
+        if wrong:
+            raise UsageError(message)

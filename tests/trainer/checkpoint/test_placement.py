@@ -1,0 +1,88 @@
+"""Where tensors and runs of their elements lie in a torch_dist checkpoint."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaconv.model.fields import changed, from_fields
+from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.naming import CORE, CORE_LOCAL, Naming
+from megatron_lite.checkpoint.placement import flat_shards, places, shards
+
+CONFIG = from_fields(
+    "llama",
+    {
+        "layers.count": 4,
+        "hidden": 8,
+        "attention.heads": 4,
+        "attention.kv_heads": 2,
+        "attention.head_dim": 4,
+        "mlp.ffn": 12,
+        "vocab": 30,
+        "max_positions": 16,
+        "norm.epsilon": 1e-5,
+        "positions.theta": 1e4,
+    },
+)
+
+
+@pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)])
+@pytest.mark.parametrize("naming", [CORE, CORE_LOCAL])
+def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vpp: int, naming: Naming) -> None:
+    """Each rank's own cut comes from megaconv's regions, not from the places that are tested."""
+    layout = Layout(tp, pp, vpp, stage_layers=split_layers(4, pp, vpp, LayerSplit()))
+    covered: dict[str, torch.Tensor] = {}
+    for chunk in layout.chunks():
+        for tp_rank in range(tp):
+            for place in places(CONFIG, layout, tp_rank, chunk, 32, naming).values():
+                if place.replicated and tp_rank:
+                    continue
+                count = covered.setdefault(place.key, torch.zeros(place.global_shape))
+                for shard in shards(place, torch.zeros(place.local)):
+                    index = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))
+                    assert shard.global_shape == place.global_shape
+                    count[index] += 1
+    assert all(bool((count == 1).all()) for count in covered.values())
+    assert covered["decoder.layers.mlp.linear_fc1.weight"].shape == (4, 24, 8)
+    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in covered
+
+
+def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
+    layout = Layout(2, 1, stage_layers=(4,))
+    (chunk,) = layout.chunks()
+    found = places(CONFIG, layout, 1, chunk, 32, CORE_LOCAL)
+    fc1 = found["decoder.layers.2.mlp.linear_fc1.weight"]
+    assert [(run.row, run.rows, run.whole_row) for run in fc1.runs] == [(0, 6, 6), (6, 6, 18)]
+    qkv = found["decoder.layers.2.self_attention.linear_qkv.weight"]
+    assert [(run.row, run.rows, run.whole_row) for run in qkv.runs] == [(0, 16, 16)]
+    down = found["decoder.layers.2.mlp.linear_fc2.weight"]
+    assert (down.runs[0].whole_col, down.layer, down.key) == (6, 2, "decoder.layers.mlp.linear_fc2.weight")
+    assert found["decoder.layers.0.input_layernorm.weight"].key.endswith("linear_qkv.layer_norm_weight")
+
+
+@given(st.data())
+def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.DataObject) -> None:
+    layout = Layout(2, 1, stage_layers=(4,))
+    (chunk,) = layout.chunks()
+    found = places(
+        changed(CONFIG, {"layers.count": 4}), layout, data.draw(st.sampled_from([0, 1])), chunk, 32, CORE_LOCAL
+    )
+    place = found[data.draw(st.sampled_from(sorted(found)))]
+    count = int(np.prod(place.local))
+    cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
+    local = torch.arange(count, dtype=torch.float64)
+    expected = torch.full(place.global_shape, -1.0, dtype=torch.float64)
+    for shard in shards(place, local.view(place.local)):
+        expected[tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))] = shard.tensor
+    found_blocks = torch.full_like(expected, -1.0)
+    for start, end in pairwise(cuts):
+        for shard in flat_shards(place, place.key, local[start:end], start, end):
+            index = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))
+            assert (found_blocks[index] == -1).all()
+            found_blocks[index] = shard.tensor
+    assert torch.equal(found_blocks, expected)
+    assert int((expected >= 0).sum()) == count

@@ -1,0 +1,292 @@
+"""Flags, YAML, help; the model from flags or from a checkpoint; sizes that can't be."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaconv.errors import CheckpointError, LayoutError, UsageError
+from megaconv.model.config import ModelConfig
+from megatron_lite.loop.launch import start
+from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.arguments import NOT_YET, REFUSED, WITHOUT_EFFECT, flag_table, make_parser, parse
+from megatron_lite.settings.config import Parallel, flags
+from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import Sizes, work_out
+
+ROOT = Path(__file__).parents[3]
+LLAMA = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 32 "
+    "--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--train-iters 10 --lr 1e-3"
+)
+
+
+def settings(text: str):
+    return parse("pretrain", text.split())[0]
+
+
+def sizes(text: str, world: int) -> Sizes:
+    found = settings(f"{LLAMA} {text}")
+    options = ModelOptions(sequence_parallel=found.parallel.sequence_parallel)
+    return work_out(found, model_from_flags(found, 100), options, world)
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    with pytest.raises(UsageError, match=r"needs torch 2\.7 or newer, found 2\.6\.0\+cpu"):
+        start(Parallel())
+
+
+def test_every_flag_is_documented_as_help_says_it() -> None:
+    assert flag_table() in (ROOT / "docs" / "trainer-flags.md").read_text(encoding="utf-8")
+    assert all(item.metadata["help"] for _, item in flags().values())
+
+
+def test_help_is_grouped_by_subject_has_examples_and_needs_no_torch() -> None:
+    text = make_parser("pretrain").format_help()
+    for heading in ("Parallelism:", "Optimizer and learning rate:", "Checkpoints:", "examples:"):
+        assert heading in text
+    code = "import sys; from megatron_lite.cli import main\ntry: main(['pretrain', '--help'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--tensor-model-parallel-size" in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(flags()))
+def test_every_flag_is_read_with_its_own_type(name: str) -> None:
+    subject, item = flags()[name]
+    values = {
+        "bool": ("", True), "int | None": ("3", 3), "int": ("3", 3), "float | None": ("0.5", 0.5), "float": ("0.5", 0.5),
+        "str | None": ("word", "word"), "str": ("word", "word"), "tuple[int, ...] | None": ("1 2 3", (1, 2, 3)),
+        "tuple[str, ...] | None": ("0.5 a", ("0.5", "a")),
+    }  # fmt: skip
+    kind = item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type))
+    kind = str(item.type) if "|" in str(item.type) else kind
+    text, expected = values[kind]
+    if item.metadata["choices"]:
+        text = expected = item.metadata["choices"][-1]
+    found = settings(f"--{name.replace('_', '-')} {text}")
+    assert getattr(getattr(found, subject), name) == expected
+    assert found.given == {name}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size"),
+        ("--lr high", "invalid float value: 'high'"),
+        ("--normalization Batch", "invalid choice: 'Batch'"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is not available"),
+        ("--num-experts=8", "--num-experts 8 is not available"),
+        ("--bf16 perhaps", "expected true or false"),
+        ("--fp8-format hybrid", "--fp8-format: FP8 can't be had yet"),
+        ("7", "is not a flag"),
+    ],
+)
+def test_a_flag_that_is_wrong_is_refused_with_what_was_probably_meant(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        settings(words)
+
+
+def test_flags_of_megatron_that_choose_nothing_here_are_accepted_and_named() -> None:
+    words = [f"--{name.replace('_', '-')}" + " x" * count for name, count in WITHOUT_EFFECT.items()]
+    words += [f"--{name.replace('_', '-')} {value}" for name, value in NOT_YET.items()]
+    found, ignored = parse("pretrain", " ".join([*words, "--lr 1"]).split())
+    assert (found.optimizer.lr, found.given, len(ignored)) == (1.0, {"lr"}, len(words))
+    assert not set(flags()) & (set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED))
+
+
+EXAMPLES_OF_MEGATRON = {
+    "gpt3 175B": """
+        num-layers hidden-size num-attention-heads seq-length max-position-embeddings attention-backend micro-batch-size
+        global-batch-size rampup-batch-size train-iters weight-decay adam-beta1 adam-beta2 init-method-std clip-grad fp16 lr
+        lr-decay-style min-lr lr-warmup-fraction lr-decay-iters tensor-model-parallel-size pipeline-model-parallel-size data-path
+        vocab-file merge-file split log-interval save-interval eval-interval save load eval-iters tensorboard-dir
+        """,
+    "llama3 8B": """
+        use-mcore-models num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups
+        kv-channels seq-length max-position-embeddings position-embedding-type rotary-base rotary-percent attention-dropout
+        hidden-dropout swiglu init-method-std attention-backend apply-layernorm-1p untie-embeddings-and-output-weights
+        disable-bias-linear micro-batch-size global-batch-size train-samples lr-decay-samples lr-warmup-samples lr min-lr
+        decoupled-lr decoupled-min-lr lr-decay-style clip-grad weight-decay adam-beta1 adam-beta2 bf16 grad-reduce-in-bf16
+        cross-entropy-loss-fusion calculate-per-token-loss manual-gc empty-unused-memory-level tensor-model-parallel-size
+        context-parallel-size sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather mock-data
+        tokenizer-type tokenizer-model vocab-size data-path data-cache-path split no-create-attention-mask-in-dataloader
+        no-mmap-bin-files num-workers log-interval eval-iters eval-interval save-interval log-throughput profile
+        profile-step-start profile-step-end ckpt-format distributed-timeout-minutes save load tensorboard-dir
+        fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
+        """,
+}
+"""Flags of the scripts in Megatron-LM's examples/gpt3 and examples/llama."""
+
+
+@pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
+def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
+    known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED)
+    assert not {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known
+
+
+def test_parallel_sizes_have_short_flags() -> None:
+    found = settings("--tp 4 --pp 2")
+    assert (found.parallel.tensor_model_parallel_size, found.parallel.pipeline_model_parallel_size) == (4, 2)
+    assert found.given == {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+
+
+def test_the_null_tokenizers_vocabulary_is_one_more_as_megatrons_is() -> None:
+    config = model_from_flags(settings(LLAMA), 101)
+    check_against(settings("--tokenizer-type NullTokenizer --vocab-size 100"), config, {}, "ckpt")
+    with pytest.raises(UsageError, match="contradicts the checkpoint"):
+        check_against(settings("--vocab-size 100"), config, {}, "ckpt")
+
+
+def test_a_sequence_as_long_as_the_models_positions_is_capped_unless_asked_for() -> None:
+    long = settings(LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072"))
+    config = model_from_flags(long, 100)
+    assert work_out(long, config, ModelOptions(), 1).seq == 4096
+    asked = settings(LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072 --seq-length 8192"))
+    assert work_out(asked, config, ModelOptions(), 1).seq == 8192
+
+
+def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "optimizer:\n  lr: 1e-4\n  min-lr: 1e-5\nmicro_batch_size: 4\nswiglu: true\nbf16: true\n"
+        "data_path: [0.3, a, 0.7, b]\nrampup_batch_size: 2 2 8\nuse-mcore-models: true\nseed: null\n"
+    )
+    for flag in ("--yaml-cfg", "--config-file"):
+        found, ignored = parse("pretrain", f"{flag} {path} --micro-batch-size 2 --bf16 false".split())
+        assert (found.optimizer.lr, found.optimizer.min_lr, found.training.micro_batch_size) == (1e-4, 1e-5, 2)
+        assert (found.model.swiglu, found.precision.bf16) == (True, False)
+        assert (found.data.data_path, found.training.rampup_batch_size) == (("0.3", "a", "0.7", "b"), (2, 2, 8))
+        assert found.training.seed == 1234
+        assert ignored == [f"{path}: use-mcore-models"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: fast", "lr: expected float, found 'fast'"),
+        ("learning_rate: 1", "unknown flag --learning-rate"),
+        ("micro_batch_sise: 1", "did you mean --micro-batch-size"),
+        ("ckpt_format: zarr", "ckpt_format: choose one of torch_dist, torch"),
+        ("- a\n- b", "should be a mapping"),
+        ("a: [", "is not YAML"),
+        ("num_experts: 4", "--num-experts 4 is not available"),
+    ],
+)
+def test_a_yaml_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        settings(f"--yaml-cfg {path}")
+    assert str(path) in str(error.value)
+    with pytest.raises(UsageError, match="can't be read"):
+        settings(f"--yaml-cfg {path}.not")
+
+
+def test_flags_describe_llama_and_gpt2() -> None:
+    llama = model_from_flags(settings(LLAMA), 100)
+    assert (llama.family, llama.attention.kv_heads, llama.mlp.ffn, llama.tie_embeddings, llama.attention.qkv_bias) == (
+        "llama",
+        2,
+        128,
+        False,
+        False,
+    )
+    gpt2 = model_from_flags(
+        settings("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"), 50
+    )
+    assert (gpt2.family, gpt2.mlp.ffn, gpt2.positions.kind, gpt2.tie_embeddings) == ("gpt2", 128, "learned", True)
+    assert (gpt2.mlp.activation, gpt2.norm.kind, gpt2.mlp.bias) == ("gelu_tanh", "LayerNorm", True)
+    scaled = model_from_flags(
+        settings(LLAMA + " --use-rope-scaling --rope-scaling-factor 32 --rotary-base 500000"), 100
+    )
+    assert scaled.positions.theta == 5e5
+    assert (scaled.positions.scaling or {})["factor"] == 32
+    qwen = model_from_flags(settings(LLAMA + " --qk-layernorm --kv-channels 32"), 100)
+    assert (qwen.family, qwen.attention.head_dim) == ("qwen3", 32)
+
+
+def test_a_flag_that_contradicts_the_checkpoint_is_an_error_and_one_that_agrees_is_not() -> None:
+    config = model_from_flags(settings(LLAMA), 100)
+    dropouts = {"attention_dropout": 0.0, "hidden_dropout": 0.1}
+    agreeing = "--vocab-size 100 --hidden-dropout 0.1 --init-method-std 0.5 --make-vocab-size-divisible-by 4 --add-qkv-bias false"
+    check_against(settings(f"{LLAMA} {agreeing}"), config, dropouts, "ckpt")
+    for words in (
+        "--num-layers 5", "--hidden-size 32", "--num-query-groups 4", "--rotary-base 5e5", "--norm-epsilon 1e-6", "--add-qkv-bias",
+        "--vocab-size 99", "--attention-dropout 0.1", "--untie-embeddings-and-output-weights false", "--qk-layernorm",
+        "--ffn-hidden-size 256", "--position-embedding-type learned_absolute", "--disable-bias-linear false", "--kv-channels 8",
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="contradicts the checkpoint ckpt, which has") as error:
+            check_against(settings(words), config, dropouts, "ckpt")
+        assert words.split()[0] in str(error.value)
+
+
+def test_sizes_that_fit_are_worked_out() -> None:
+    found = sizes(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 12 --micro-batch-size 2",
+        12,
+    )
+    assert (found.dp, found.batch.full, str(found.layout)) == (3, 12, "TP 2, PP 2")
+    assert sizes("", 3).batch.full == 3
+    virtual = sizes(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2
+    )
+    assert (virtual.layout.vpp, virtual.layout.stage_layers) == (2, (1, 1, 1, 1))
+    uneven = sizes("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", 2)
+    assert uneven.layout.stage_layers == (1, 3)
+
+
+IMPOSSIBLE = [
+    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "2 x 2 = 4"),
+    ("--tensor-model-parallel-size 4", 4, "kv_heads = 2"),
+    ("--pipeline-model-parallel-size 3", 3, "layers = 4"),
+    ("--global-batch-size 6 --micro-batch-size 4", 1, "a multiple of 4 x 1 = 4"),
+    ("--global-batch-size 6 --micro-batch-size 1", 4, "a multiple of 1 x 4 = 4"),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3", 2, "use 2 or 4"),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 2, "2 x 3 = 6 has to divide"),
+    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", 1, "not both"),
+    ("--num-virtual-stages-per-pipeline-rank 2", 1, "pipeline parallel size of 2 or more"),
+    ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "31"),
+    ("--tensor-model-parallel-size 0", 1, "have to be 1 or more"),
+    ("--micro-batch-size 0", 1, "--micro-batch-size 0 has to be 1 or more"),
+    ("--bf16 --fp16", 1, "contradict each other"),
+    ("--train-samples 10", 1, "not both"),
+    ("--save-interval 3", 1, "needs --save"),
+    ("--resume", 1, "--save, which is missing"),
+    ("--recompute-granularity full", 1, "needs --recompute-method"),
+    ("--recompute-method block", 1, "goes with --recompute-granularity full"),
+    ("--eval-iters -1", 1, "has to be 0 or more"),
+    ("--log-interval 0", 1, "has to be 1 or more"),
+    ("--rampup-batch-size 2 2 10 --global-batch-size 8", 1, "give --train-samples"),
+    ("--rampup-batch-size 3 2 10 --global-batch-size 8", 1, "8 (the global batch) - 3 = 5"),
+    ("--decoder-first-pipeline-num-layers 5 --pipeline-model-parallel-size 2", 2, "leave -1 of 4 layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "world", "message"), IMPOSSIBLE)
+def test_an_impossible_size_is_refused_with_its_arithmetic(words: str, world: int, message: str) -> None:
+    with pytest.raises((UsageError, LayoutError), match=re.escape(message)):
+        sizes(words, world)
+
+
+@pytest.mark.parametrize("missing", ["--num-layers 4", "--hidden-size 64", "--num-attention-heads 4"])
+def test_a_model_without_its_sizes_is_refused(missing: str) -> None:
+    with pytest.raises(UsageError, match=f"{missing.split()[0]} is missing"):
+        model_from_flags(settings(LLAMA.replace(missing, "")), 100)
+    with pytest.raises(CheckpointError):
+        model_from_flags(settings(LLAMA.replace("--hidden-size 64", "--hidden-size 66")), 100)
+
+
+def test_a_longer_sequence_than_learned_positions_is_refused() -> None:
+    found = settings(
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 32 --train-iters 1"
+    )
+    config: ModelConfig = replace(model_from_flags(found, 50))
+    with pytest.raises(CheckpointError, match="32"):
+        work_out(found, config, ModelOptions(), 1)
