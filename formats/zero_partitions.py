@@ -20,7 +20,7 @@ from typing import Any
 
 from formats import torch_zip
 from formats.chunked import Chunk, ChunkedTensor
-from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from formats.flattened import narrowed
 from formats.regular_files import read_small
 from formats.tensor import LazyTensor, Shape, as_shape, read_tensor
@@ -28,7 +28,6 @@ from formats.tensor import LazyTensor, Shape, as_shape, read_tensor
 LATEST = "latest"
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 _LATEST_BYTES = 4096
-_UNSUPPORTED = "unsupported-input"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHERS = re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+_expert_.*|expp_rank_.*")
@@ -83,20 +82,18 @@ def _files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def open_step(path: Path) -> ZeroCheckpoint:
-    """Reads all metadata. Raises CorruptCheckpoint for a step that is incomplete, or of a kind that is not supported."""
+    """Reads all metadata. Raises CorruptCheckpoint for a step that is incomplete, UnsupportedInput for a kind that can't be read."""
     others = sorted(child.name for child in path.iterdir() if _OTHERS.fullmatch(child.name))
     if others:
-        raise CorruptCheckpoint(
+        raise UnsupportedInput(
             f"{path}: {others[0]} is of a pipeline or of experts cut by DeepSpeed, which are not supported; "
-            "save it as one model, or convert it with DeepSpeed's ds_to_universal",
-            code=_UNSUPPORTED,
+            "save it as one model, or convert it with DeepSpeed's ds_to_universal"
         )
     models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
     state = _read(models[min(models)])
     if state.get("mp_world_size", 1) != 1:
-        raise CorruptCheckpoint(
-            f"{path}: is cut over {state['mp_world_size']} tensor-parallel ranks, which is not supported",
-            code=_UNSUPPORTED,
+        raise UnsupportedInput(
+            f"{path}: is cut over {state['mp_world_size']} tensor-parallel ranks, which is not supported"
         )
     ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
     if optimizers and list(optimizers) != list(range(ranks)):
@@ -135,13 +132,9 @@ def _joined(
     whole = "fp32_flat_groups" in partitions[0]
     base = [partition["optimizer_state_dict" if whole else "base_optimizer_state"] for partition in partitions]
     if not all(isinstance(each, dict) for each in base):
-        raise CorruptCheckpoint(
-            f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported", code=_UNSUPPORTED
-        )
+        raise UnsupportedInput(f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported")
     if whole and state.get("frozen_param_shapes"):
-        raise CorruptCheckpoint(
-            f"{path}: has frozen parameters under stage 3, which are not supported", code=_UNSUPPORTED
-        )
+        raise UnsupportedInput(f"{path}: has frozen parameters under stage 3, which are not supported")
     masters = [
         partition["fp32_flat_groups" if whole else "single_partition_of_fp32_groups"] for partition in partitions
     ]
