@@ -84,7 +84,20 @@ def resolve(module: str, name: str) -> object:
         return StorageType(STORAGE_DTYPES[name])
     if module == "signal" and re.fullmatch("SIG[A-Z0-9]+", name):
         return Opaque("signal", "Signals", (name,))  # Python up to 3.10 names the member, later ones call the class
-    return Global(module, name)
+    return Global(module, name, _is_inert(module, name))
+
+
+def _is_inert(module: str, name: str) -> bool:
+    stand_ins = (_TENSORS, _WRAPPERS, _BY_TYPE, _VALUES, {("copyreg", "_reconstructor")})
+    return (
+        not any((module, name) in known for known in stand_ins)
+        and _is_record(module, name)
+        and not _is_unusual(f"{module}.{name}")
+    )
+
+
+def _is_record(module: str, name: str) -> bool:
+    return module.partition(".")[0] in _FRAMEWORKS or name in _HARMLESS.get(module, ())
 
 
 def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> object:
@@ -105,7 +118,7 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
         return call(args[0], (), tensor)
     if key in _VALUES:
         return _VALUES[key](*args)
-    if key[0].partition(".")[0] in _FRAMEWORKS or key[1] in _HARMLESS.get(key[0], ()):
+    if _is_record(*key):
         return Opaque(*key, args)
     what = f"{function.module}.{function.name}"
     raise UnsafeCallError(f"asks to call {what}; this is not a checkpoint but a program, nothing was executed")
@@ -322,3 +335,27 @@ _VALUES: dict[tuple[str, str], Callable[..., object]] = {
     ("pathlib", "WindowsPath"): _path(PureWindowsPath),
     ("torch", "Size"): _naturals,
 }
+
+
+_CLASS = re.compile(
+    r"(megatron|transformer_engine|transformer_engine_torch|omegaconf|nemo|lightning|pytorch_lightning|deepspeed|apex|modelopt"
+    r"|transformers|accelerate|trl|peft)(\.[a-z_]\w*)*\.(_?[A-Z]\w*\.)*_?[A-Z]\w*"
+    r"|deepspeed\.utils\.tensor_fragment\.fragment_address"
+)
+"""Classes of packages that checkpoints come from, as all classes are written."""
+
+
+def is_ordinary(module: str, name: str) -> bool:
+    """Whether checkpoints have this, by its names as `resolve` gives them: what is read here, or a class of a known package."""
+    key = module, name
+    if key in _TENSORS or key in _WRAPPERS or key in _BY_TYPE or key in _VALUES or name in _HARMLESS.get(module, ()):
+        return True
+    full = f"{module}.{name}"
+    return key == ("copyreg", "_reconstructor") or any(pattern.fullmatch(full) for pattern in (_ORDINARY, _CLASS))
+
+
+def called_by(function: Global, args: tuple[object, ...]) -> list[Global]:
+    """A function that is called, and those that it is given to call."""
+    key = function.module, function.name
+    inner = args[:1] if key in _BY_TYPE or key == ("copyreg", "_reconstructor") else ()
+    return [function, *(each for each in inner if type(each) is Global)]

@@ -9,8 +9,8 @@ from mmap import mmap
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.pickle_globals import MalformedError, TensorHook, UnsafeCallError
 from formats.pickle_machine import Machine, PersistentHook
-from formats.pickle_opcodes import run
 from formats.pickle_records import Global, NumpyArray, NumpyDtype, Opaque, StorageType, TensorRecord, TorchDtype
+from formats.pickle_run import run
 
 __all__ = [
     "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "load", "load_at",

@@ -9,7 +9,7 @@ from mmap import mmap
 from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
-from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual
+from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual, resolve
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
@@ -51,16 +51,22 @@ class Machine:
     def make(self, count: int = 1) -> None:
         """Called before a container or an object is made; count: as how many it counts. Raises MalformedError for one too many."""
         self.made += count
-        if self.made > self.most():
-            raise MalformedError("it has more values than its length allows")
+        self.require_allowed(self.made)
 
-    def most(self) -> int:
-        """Containers that may be there by now, and entries of the memo."""
-        return PICKLE_VALUES + (self.position - self.start) // PICKLE_VALUE_BYTES
+    def require_allowed(self, count: int) -> int:
+        """How many containers there may be by now, and entries of the memo. Raises MalformedError for more."""
+        allowed = PICKLE_VALUES + (self.position - self.start) // PICKLE_VALUE_BYTES
+        if count > allowed:
+            raise MalformedError("it has more values than its length allows")
+        return allowed
 
     def to_mark(self) -> list[object]:
         items, self.stack = self.stack, self.below.pop()
         return items
+
+    def resolve(self, module: str, name: str) -> object:
+        """What stands for a name (`pickle_globals.resolve`)."""
+        return resolve(module, name)
 
     def call(self, function: object, args: object) -> None:
         if not isinstance(args, tuple):
@@ -81,8 +87,14 @@ class Machine:
         for value in values:
             if isinstance(value, (str, bytes, list, tuple, dict)):
                 self.copied += len(value)
-        if self.copied > 64 * (self.position - self.start) + (1 << 20):
+        self.require_copies(self.copied)
+
+    def require_copies(self, count: int) -> int:
+        """How many values calls may have been given by now. Raises MalformedError for more."""
+        allowed = 64 * (self.position - self.start) + (1 << 20)
+        if count > allowed:
             raise MalformedError("it multiplies its contents")
+        return allowed
 
     def set_items(self, target: object, pairs: list[object]) -> None:
         keys, values = pairs[::2], pairs[1::2]

@@ -1,4 +1,4 @@
-"""The opcodes of pickle protocols 0 to 5, as they change a Machine.
+"""The opcodes of pickle protocols 0 to 5, as they change a Machine; `pickle_run` follows them.
 
 What each one does, and which bytes follow it, is described in CPython's pickletools.py.
 """
@@ -6,44 +6,12 @@ What each one does, and which bytes follow it, is described in CPython's picklet
 from collections.abc import Callable
 from struct import Struct
 
-from formats.ceilings import PICKLE_BYTES
-from formats.pickle_globals import MalformedError, UnsafeCallError, check_key, resolve
+from formats.pickle_globals import MalformedError, UnsafeCallError, check_key
 from formats.pickle_machine import Machine
 
 Handler = Callable[[Machine], None]
 _U1, _U2, _U4, _U8, _I4, _F8 = Struct("<B"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
 _LONGEST_NUMBER = 255
-_STOP, _GET, _GET4, _PUT4, _NUMBER, _MEMOIZE = b".hjrK\x94"
-
-
-def run(machine: Machine) -> object:
-    """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes lead to."""
-    data, end, memo = machine.data, machine.end, machine.memo
-    while (position := machine.position) < end:
-        code = data[position]
-        machine.position = position + 1
-        # The most frequent ones first, without a call: `.metadata` of a large model has millions of instructions.
-        if code == _GET4 and position + 4 < end:
-            machine.stack.append(memo[int.from_bytes(data[position + 1 : position + 5], "little")])
-            machine.position = position + 5
-        elif code == _GET and position + 1 < end:
-            machine.stack.append(memo[data[position + 1]])
-            machine.position = position + 2
-        elif code == _NUMBER and position + 1 < end:
-            machine.stack.append(data[position + 1])
-            machine.position = position + 2
-        elif code == _PUT4 and position + 4 < end:
-            memo[int.from_bytes(data[position + 1 : position + 5], "little")] = machine.stack[-1]
-            machine.position = position + 5
-        elif code == _MEMOIZE:
-            memo[len(memo)] = machine.stack[-1]
-            if len(memo) > machine.most():
-                raise MalformedError("it refers back to more values than its length allows")
-        elif code == _STOP:
-            return machine.stack.pop()
-        else:
-            _HANDLERS[code](machine)
-    raise MalformedError("it ends too early" if end == len(data) else f"it is longer than {PICKLE_BYTES} bytes")
 
 
 def _constant(value: object) -> Handler:
@@ -134,6 +102,7 @@ def _put_line(m: Machine) -> None:
 
 def _memoize(m: Machine) -> None:
     m.memo[len(m.memo)] = m.stack[-1]
+    m.require_allowed(len(m.memo))
 
 
 def _collect(kind: Callable[[list[object]], object]) -> Handler:
@@ -187,14 +156,14 @@ def _add_items(m: Machine) -> None:
 
 
 def _global(m: Machine) -> None:
-    m.stack.append(resolve(m.line().decode(), m.line().decode()))
+    m.stack.append(m.resolve(m.line().decode(), m.line().decode()))
 
 
 def _stack_global(m: Machine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(module, str) or not isinstance(name, str):
         raise MalformedError("a class whose name is not a string")
-    m.stack.append(resolve(module, name))
+    m.stack.append(m.resolve(module, name))
 
 
 def _reduce(m: Machine) -> None:
@@ -210,7 +179,7 @@ def _new_with_keywords(m: Machine) -> None:
 
 
 def _inst(m: Machine) -> None:
-    function, args = resolve(m.line().decode(), m.line().decode()), m.to_mark()
+    function, args = m.resolve(m.line().decode(), m.line().decode()), m.to_mark()
     m.call(function, tuple(args))
 
 
@@ -284,4 +253,4 @@ _OPCODES: dict[bytes, Handler] = {
     b"\x82": _extension, b"\x83": _extension, b"\x84": _extension,
 }  # fmt: skip
 """\x97 and \x98 (buffers outside the pickle) are missing: no file can hold such a pickle."""
-_HANDLERS = [_OPCODES.get(bytes([code]), _refuse) for code in range(256)]
+HANDLERS = [_OPCODES.get(bytes([code]), _refuse) for code in range(256)]

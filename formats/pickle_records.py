@@ -42,6 +42,8 @@ class Global:
 
     module: str
     name: str
+    inert: bool = field(default=False, compare=False)
+    """Whether calling it makes an Opaque of which nothing needs to be said."""
 
 
 @dataclass(eq=False, slots=True)

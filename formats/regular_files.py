@@ -12,6 +12,7 @@ from typing import Any
 
 from formats.ceilings import JSON_TEXT_BYTES, JSON_VALUES
 from formats.errors import CorruptCheckpoint
+from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.opened import note
 
 _KINDS = {
@@ -73,6 +74,9 @@ def read_json(path: Path, ceiling: int) -> Any:
     try:
         return parse_json(content)
     except (ValueError, RecursionError) as error:
+        instead = mistaken(content[:SEEN_BYTES])
+        if instead:
+            raise CorruptCheckpoint(f"{path}: {instead}") from error
         raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from formats.ceilings import HEADER_BYTES, INDEX_BYTES
 from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import Record
 from formats.regular_files import parse_json, read_json
 from formats.tensor import ITEMSIZE, FileTensor, InputFile, Shape, as_shape, byte_count
@@ -51,8 +52,9 @@ def _header(file: InputFile) -> tuple[dict[str, Any], int]:
     """(the JSON header, its length)."""
     length = int.from_bytes(file.read(0, 8), "little")
     if 8 + length > file.size:
-        if file.read(0, min(file.size, 20)).startswith(b"version https://git"):
-            raise ValueError("it is a Git LFS pointer; run `git lfs pull` to get the file itself")
+        instead = mistaken(file.read(0, min(file.size, SEEN_BYTES)))
+        if instead:
+            raise CorruptCheckpoint(f"{file.path}: {instead}")
         raise ValueError(f"a header of {length} bytes is declared, the file has {file.size}; is it complete?")
     if length > HEADER_BYTES:
         raise ValueError(

@@ -63,8 +63,9 @@ def as_shape(sizes: object) -> Shape:
     """A shape, offset or strides that a file gives, a list or tuple. Raises ValueError unless these are natural numbers."""
     if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
         raise ValueError(f"{sizes!r:.80} is not a list of at most {AXES} numbers")
-    if not all(type(size) is int and 0 <= size < AXIS for size in sizes):
-        raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < AXIS:
+            raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
     return tuple(sizes)
 
 

@@ -22,6 +22,7 @@ from formats import pickle_guard, torch_legacy
 from formats.ceilings import PICKLE_BYTES
 from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import Record
 from formats.pickle_writer import Constant, Placeholder, dumps
 from formats.stored_zip import PlannedEntry, ZipEntry, directory, local_header, place, read_directory
@@ -50,13 +51,14 @@ def read_at(file: InputFile, start: int, nbytes: int) -> object:
 
 
 def _read(file: InputFile) -> object:
-    start = file.read(0, min(file.size, 64))
+    start = file.read(0, min(file.size, SEEN_BYTES))
     if start.startswith(b"PK\3\4"):
         return _read_zip(file)
     if start.startswith(torch_legacy.MAGIC):
         return torch_legacy.read(file)
-    if start.startswith(b"version https://git-lfs"):
-        raise CorruptCheckpoint(f"{file.path}: is a Git LFS pointer, not the file itself; run `git lfs pull`")
+    instead = mistaken(start)
+    if instead:
+        raise CorruptCheckpoint(f"{file.path}: {instead}")
     what = f"neither a torch zip file nor one of torch before 1.6 ({file.size} bytes)"
     raise CorruptCheckpoint(f"{file.path}: is {what}; copy it again if it should be one")
 

@@ -1,24 +1,27 @@
 """Megatron core in any format: rank directories (`torch`), `torch_dist`, `zarr`; any parallel layout."""
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from formats import rank_files
 from megaconv.errors import UsageError
 from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
+from megaconv.megatron.arguments.sparse import INDEXER_FROM, INDEXER_ORDER, ROPE_LAST, reads_rope_last
 from megaconv.megatron.distributed.source import find_dist, open_dist
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import holds_legacy
 from megaconv.model.ir import OpenedSource
-from megaconv.model.naming import Naming
+from megaconv.model.naming import Naming, with_rope_last
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr"
 OPTIONS = {
     "out_norm": "what a gated delta net's out_norm.weight is: `plain` (Megatron's local layers, transformers), or `zero_centered` "
-    "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given"
+    "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given",
+    INDEXER_FROM: "which Megatron core the indexers of sparse attention are from: `0.16` (to 0.18, which have the elements that rotate "
+    "last), or `0.19` (and later); as the checkpoint says if it isn't given, else 0.19",
 }
 
 
@@ -36,10 +39,24 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         open_dist(path, options) if distributed else (open_ranks(path, options, legacy=False), "torch")
     )
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
-    naming = naming_of(names)
+    naming = _with_indexer(naming_of(names), names, source.args, options.extra)
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
     naming = _with_out_norm(naming, names, source.args, options.extra.get("out_norm"), distributed=distributed)
     return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed)
+
+
+def _with_indexer(naming: Naming, names: Collection[str], args: Namespace, asked: Mapping[str, str]) -> Naming:
+    """Where latent norms are modules of their own, names don't say whose layers sparse attention is made of. Raises UsageError."""
+    rope_last = reads_rope_last(args, names, asked)
+    if rope_last:
+        setattr(args, INDEXER_ORDER, ROPE_LAST)
+    elif hasattr(args, INDEXER_ORDER):
+        delattr(args, INDEXER_ORDER)
+    if not any(".indexer." in name for name in names):
+        return naming
+    if getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine":
+        naming = Naming(naming.scheme, tuple(variant for variant in naming.variants if variant != "local"))
+    return with_rope_last(naming) if rope_last else naming
 
 
 def _with_out_norm(

@@ -25,7 +25,7 @@ from megaconv.engine.assembled import Placed, assemble
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import read_file, read_sharded
-from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
+from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
@@ -61,7 +61,7 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
         return registry.loader("hf").open(path, options)
     if not (path / PARAMS_NAME).is_file():
         what = f"has no {PARAMS_NAME}, which {KINDS.get(options.checkpoint_type or '', 'all')} files come with"
-        raise UnknownFormat(f"{path}: {what}; --checkpoint-type hf is for Hugging Face directories")
+        raise UsageError(f"{path}: {what}; --checkpoint-type hf is for Hugging Face directories")
     params = load_params(path / PARAMS_NAME)
     kind = options.checkpoint_type or kind_of(params)
     shards = _read_shards(path)

@@ -23,6 +23,10 @@ __all__ = ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "
 own_packages.claim()
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Loaded at first use: the command line has to start before numpy could be imported.
     if name == "__version__":

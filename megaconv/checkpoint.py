@@ -2,22 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
+from megaconv.commands.inspection import Inspection, readable
 from megaconv.engine.conversion import open_source
 from megaconv.engine.shifted import plain
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Layout
 from megaconv.options import LoadOptions
+from megaconv.terminal import one_line
+from megaconv.torch_extra import require_torch
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """Metadata, and lazy tensors by canonical name (`layers.0.attn.q.weight`)."""
 
@@ -25,6 +29,17 @@ class Checkpoint:
     tensors: Mapping[str, LazyTensor]
     slots: Mapping[Key, LazyTensor] = field(default_factory=dict)
     """The optimizer's tensors, where there are any: `Key("layers.0.attn.q.weight", "exp_avg")`."""
+
+    def __repr__(self) -> str:
+        layout = "" if self.layout is None else f", {self.layout}"
+        size = f"{self.header.parameters:,} parameters in {len(self.tensors)} tensors, {readable(self.header.nbytes)}"
+        return f"<Checkpoint: {self.config.family}, {size}, {self.header.source}{layout}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what `megaconv inspect` shows."""
+        rows = Inspection("", "", self.header).lines()
+        cells = "".join(f"<tr><th>{escape(label)}</th><td>{escape(one_line(text))}</td></tr>" for label, text in rows)
+        return f"<table>{cells}</table>"
 
     @property
     def config(self) -> ModelConfig:
@@ -36,7 +51,9 @@ class Checkpoint:
         return self.header.layout
 
     def load(self, name: str) -> "torch.Tensor":
-        """One tensor, whole, in memory. Raises KeyError for a name that the model hasn't."""
+        """One tensor, whole, in memory. Raises KeyError for a name that the model hasn't, UsageError
+        where torch isn't installed."""
+        require_torch("loading a tensor")
         import torch
 
         tensor = self.tensors[name]

@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
-from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace, TargetExists, UnsafeContent
+from formats.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    NotEnoughSpace,
+    TargetExists,
+    UnsafeContent,
+    UnsupportedInput,
+)
 
 __all__ = [
     "CODES",
@@ -20,6 +27,7 @@ __all__ = [
     "UnknownFamily",
     "UnknownFormat",
     "UnsafeContent",
+    "UnsupportedInput",
     "UsageError",
     "is_interruption",
 ]
@@ -47,9 +55,9 @@ class NotExpressible(CheckpointError):
 
 
 class UnknownFormat(CheckpointError):
-    """No loader recognises the input, or no loader or saver has the name asked for."""
+    """No loader recognises the input, or it is not what the loader asked for reads."""
 
-    exit_status = 2
+    exit_status = 3
     code = "unknown-format"
 
 
@@ -107,7 +115,8 @@ class Cause(NamedTuple):
 CODES = {
     "failed": Cause(1, "none of the causes below"),
     "system-error": Cause(1, "the operating system refused something: no permission, a broken disk"),
-    "hub-unreachable": Cause(1, "the model can't be fetched from the Hugging Face Hub"),
+    "hub-unreachable": Cause(1, "the Hugging Face Hub can't be reached, or a model isn't there"),
+    "hub-refused": Cause(1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
     "rank-lost": Cause(1, "one of several processes doesn't start, or ended without reporting an error"),
     "internal-error": Cause(1, "an error in megaconv itself; please report it"),
@@ -116,7 +125,6 @@ CODES = {
     "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),
     "unknown-loader": Cause(2, "no loader has the name that --loader gives"),
     "unknown-saver": Cause(2, "no saver has the name that --saver gives"),
-    "unknown-format": Cause(2, "no loader recognises the input"),
     "no-such-input": Cause(2, "nothing is at the input's path"),
     "config-needed": Cause(2, "the input doesn't say what model it is: --config has to"),
     "no-optimizer": Cause(
@@ -127,6 +135,10 @@ CODES = {
     "not-representable": Cause(2, "the output has no place for something that the model has"),
     "target-exists": Cause(2, "something is already at --save-dir"),
     "target-busy": Cause(2, "another run is writing to --save-dir"),
+    "unknown-format": Cause(3, "no loader recognises the input"),
+    "unsupported-input": Cause(
+        3, "the input is of a known kind that can't be read: quantized otherwise, an adapter, GGUF ..."
+    ),
     "corrupt-checkpoint": Cause(3, "a file says something that can't be true"),
     "missing-file": Cause(3, "a file of the input isn't there"),
     "truncated-file": Cause(3, "a file of the input ends too early"),

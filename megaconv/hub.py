@@ -1,17 +1,34 @@
-"""Inputs that live on the Hugging Face Hub: `hf://org/name@revision`, or `org/name` where no such path exists here."""
+"""Inputs that live on the Hugging Face Hub: `hf://org/name@revision`, or `org/name` where no such path exists here.
 
+A page of the Hub (https://huggingface.co/org/name/tree/main) and a repository in its cache (models--org--name) are understood too,
+and so are the names without an organisation that some old models have: `gpt2`.
+"""
+
+import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaconv.errors import CheckpointError, UnknownFormat
+from formats.regular_files import read_small
+from megaconv.errors import CheckpointError, UsageError
 
 Place = Path | str
 """Where an input is: a local path, or a URI, for the loader that takes its scheme."""
 
+_log = logging.getLogger("megaconv")
+
 _SCHEME = "hf://"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*(@[\w./-]+)?")
+_PAGE = re.compile(
+    r"https?://([^/]+)/(?P<name>[\w.-]+(/[\w.-]+)?)(/(tree|blob|resolve)/(?P<revision>[^/?#]+)[^?#]*)?/?([?#].*)?"
+)
+_NOT_MODELS = ("datasets/", "spaces/", "api/", "docs/")
+_CACHED = "models--"
+_REF_BYTES = 4096
+_VARIANTS = ("*.fp16*", "*.fp32*", "*.bf16*", "*.non_ema*")
+"""Weights a second time, in another dtype."""
 _PATTERNS = [
     *("*.json", "*.safetensors", "*.bin"),
     *("tokenizer*", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.jinja"),
@@ -43,17 +60,68 @@ def resolve(place: str) -> Place:
     Raises CheckpointError.
     """
     if not place:
-        raise UnknownFormat("the path to read is empty; is a variable unset that it was made of?")
+        raise UsageError("the path to read is empty; is a variable unset that it was made of?")
+    place = _of_page(place)
     if not place.startswith(_SCHEME) and scheme_of(place):
         return place
     if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):
-        return Path(place)
+        return _in_cache(Path(place))
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
-        raise UnknownFormat(
+        raise UsageError(
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _download(place, name, revision or None)
+
+
+def _of_page(place: str) -> str:
+    """The Hub id of the address of a model's page; anything else as it is."""
+    import os
+
+    match = _PAGE.fullmatch(place)
+    address = re.match(r"https?://([^/]+)/(.*)", place)
+    hosts = {
+        "huggingface.co",
+        "www.huggingface.co",
+        "hf.co",
+        os.environ.get("HF_ENDPOINT", "").partition("://")[2].strip("/"),
+    }
+    if address is None or address[1] not in hosts:
+        return place
+    if match is None or address[2].startswith(_NOT_MODELS):
+        raise UsageError(f"{place}: is not a model's page; expected https://huggingface.co/organisation/name")
+    return f"{_SCHEME}{match['name']}" + (f"@{match['revision']}" if match["revision"] else "")
+
+
+def _in_cache(path: Path) -> Path:
+    """The snapshot of a repository in the Hub's cache, models--org--name; any other path as it is. Raises UnknownFormat."""
+    snapshots = path / "snapshots"
+    if not path.name.startswith(_CACHED) or not snapshots.is_dir():
+        return path
+    found = sorted(snapshot for snapshot in snapshots.iterdir() if snapshot.is_dir())
+    main = path / "refs" / "main"
+    if main.is_file():
+        head = snapshots / read_small(main, _REF_BYTES).decode(errors="replace").strip()
+        if head in found:
+            return head
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        f"{path}: has {len(found)} snapshots, and none is of the branch main; give one of them: {snapshots}/..."
+    )
+
+
+def _skipped(files: Sequence[str]) -> list[str]:
+    """Patterns of further copies of the weights beside those that will be read, which transformers' order of names decides."""
+    if "model.safetensors" in files:
+        return [
+            name
+            for name in files
+            if name.endswith((".safetensors", ".bin", ".index.json")) and name != "model.safetensors"
+        ]
+    if "model.safetensors.index.json" in files:
+        return ["*.bin", "*.bin.index.json", "consolidated*.safetensors", *_VARIANTS]
+    return ["*.bin"] if any(name.endswith(".safetensors") for name in files) else [*_VARIANTS]
 
 
 def _download(place: str, name: str, revision: str | None) -> Path:
@@ -69,8 +137,7 @@ def _download(place: str, name: str, revision: str | None) -> Path:
         # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
         found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
         files = [sibling.rfilename for sibling in found.siblings or ()]
-        # Where both are there, the safetensors files are the ones that will be read.
-        skip = ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
+        skip = _skipped(files)
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=[*skip, "*.py", "*/*"])
         )
@@ -78,7 +145,11 @@ def _download(place: str, name: str, revision: str | None) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         try:
             kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", "*.py", "*/*"]}
-            return Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
+            cached = Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
+            _log.warning(
+                "%s: the Hub can't be asked (%s); taking what was downloaded before: %s", place, reason, cached
+            )
+            return cached
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
             raise CheckpointError(
                 f"{place}: {both}the model can't be fetched from the Hugging Face Hub: {reason}",

@@ -1,8 +1,10 @@
 """What a user can ask of a loader or a saver, the same from the command line and from Python."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from megaconv.errors import UsageError
 from megaconv.model.layout import LayerSplit
@@ -64,6 +66,54 @@ class SaveOptions:
     """What the saver alone knows, by the keys that its OPTIONS lists."""
 
 
+LAYOUT_OPTIONS = ("tp", "pp", "vpp", "split", "vocab_divisor", "vocab_padding", "distributed_optimizer", "release")
+"""Fields of SaveOptions that decide how an output of Megatron's is sharded and saved."""
+
+_SPELLED = {
+    "split": "a layer split", "grouped_experts": "--moe-grouped-gemm", "vocab_divisor": "--make-vocab-size-divisible-by",
+    "distributed_optimizer": "--use-distributed-optimizer", "max_shard_bytes": "--max-shard-size", "files": "--dist-files",
+}  # fmt: skip
+"""Fields whose option is called otherwise."""
+_FOR_ALL = ("allow_lossy", "extra")
+
+
+def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> None:
+    """Raises UsageError for an option that chooses nothing for this output: whoever gave it expects something else.
+
+    used: fields of SaveOptions that the saver reads. A default is nobody's choice, a parallel size of 1 is what there is anyway.
+    """
+    for each in fields(options):
+        value, unset = getattr(options, each.name), getattr(SaveOptions(), each.name)
+        sizes_of_one = each.name in ("tp", "pp", "vpp", "ep", "etp") and value == 1
+        if each.name not in (*used, *_FOR_ALL) and value != unset and not sizes_of_one:
+            option = _SPELLED.get(each.name, f"--{each.name.replace('_', '-')}")
+            what = "" if each.name in ("split", "release") or isinstance(value, bool) else f" {value}"
+            raise UsageError(f"{option}{what}: chooses nothing for an output of --saver {saver}; leave it out")
+
+
+class AdapterChoice(NamedTuple):
+    """An adapter that is to be merged into the weights."""
+
+    place: str
+    """A directory or a Hub id."""
+    weight: float = 1.0
+    """What its deltas are multiplied with."""
+
+
+def adapter_choice(word: str) -> AdapterChoice:
+    """`DIR`, or `DIR:0.5`. Raises UsageError for a weight that is no number."""
+    place, colon, weight = word.rpartition(":")
+    if not colon or Path(word).exists() or "/" in weight:
+        return AdapterChoice(word)
+    try:
+        number = float(weight)
+    except ValueError:
+        number = float("nan")
+    if not place or not abs(number) < float("inf"):
+        raise UsageError(f"--adapter {word}: write DIR or DIR:WEIGHT, such as my-adapter:0.5")
+    return AdapterChoice(place, number)
+
+
 LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")
 """`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu.
 `overflow`: values beyond the range of the dtype asked for become infinite. `out_norm`: weights of norms that Transformer
@@ -80,3 +130,42 @@ def checkpoint_types(word: str | None, saver: str) -> tuple[str | None, str | No
     if word not in (None, *CHECKPOINT_TYPES):
         raise UsageError(f"--checkpoint-type {word}: is not known; choose one of {', '.join(CHECKPOINT_TYPES)}")
     return (None, word) if saver == "llama_mistral" and word != "hf" else (word, None)
+
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+
+
+_LEAST_BYTES = 4096
+"""Less is a number whose unit was forgotten."""
+
+
+def byte_size(text: str | int) -> int:
+    """256MiB, 5GB, 1000000 -> bytes; a number is one of bytes. Raises UsageError."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in _UNITS or not float(match[1]):
+        raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < _LEAST_BYTES:
+        raise UsageError(f"{text!r} is {size} bytes; write a number with a unit, such as 256MiB or 5GB")
+    return size
+
+
+def numbers(text: str | Iterable[int] | None) -> tuple[int, ...] | None:
+    """3,5,5,3 -> (3, 5, 5, 3), and numbers as they are. Raises UsageError."""
+    if not isinstance(text, str):
+        return None if text is None else tuple(text)
+    if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
+        raise UsageError(f"--layer-split {text!r}: write the layers of each stage separated by commas, such as 3,5,5,3")
+    return tuple(int(word) for word in text.replace(" ", "").split(","))

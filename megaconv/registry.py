@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaconv import plugins
-from megaconv.errors import UnknownFormat, UsageError
+from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import Place, scheme_of
 from megaconv.model.ir import Header, Source
+from megaconv.next_steps import explain
 from megaconv.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from megaconv.engine.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf")
+LOADERS = ("core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf")
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
-SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
+SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
@@ -49,9 +50,12 @@ class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
     One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_SHIFTED = True gets tensors as their
-    source stores them (`engine/shifted.py`), others always canonical values; one with OPTIONS gets what was given by
-    `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may raise LayoutError
-    there, before the input's tensors are looked up, where a config.json describes the model (`engine/early_check.py`).
+    source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)` gets each
+    tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS gets
+    what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
+    raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
+    (`engine/early_check.py`).
+    One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 
     DESCRIPTION: str
@@ -62,7 +66,7 @@ class Saver(Protocol):
 
 
 def loader(name: str) -> Loader:
-    """Raises UnknownFormat for a name that nobody has, PluginError for another package's that is broken."""
+    """Raises UsageError for a name that nobody has, PluginError for another package's that is broken."""
     return cast(Loader, _find("loaders", LOADERS, ALIASES.get(name, name)))
 
 
@@ -87,26 +91,30 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     offered = plugins.offered(kind)
     if name in offered:
         return plugins.load(kind, offered[name])
-    raise UnknownFormat(
+    raise UsageError(
         f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])}",
         code="unknown-loader" if kind == "loaders" else "unknown-saver",
     )
 
 
 def choose(place: Place, name: str | None) -> tuple[str, Loader]:
-    """(name, loader) for an input: the one of this name, or else the one that recognises it. Raises UnknownFormat."""
+    """(name, loader) for an input: the one of this name, or else the one that recognises it. Raises UsageError, and
+    what `detect` raises."""
     if isinstance(place, Path) and not place.exists():
-        raise UnknownFormat(f"{place}: no such file or directory", code="no-such-input")
+        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
     if name is None:
         return detect(place)
     found = loader(name)
     if isinstance(place, str) and scheme_of(place) not in schemes(found):
         raise UsageError(f"{place}: the loader {name} takes {_places(found)}")
+    if name in LOADERS and isinstance(place, Path) and place.is_file():  # ours read directories
+        raise explain(place, is_checkpoint) or UnknownFormat(f"{place}: is a file, where a directory should be")
     return ALIASES.get(name, name), found
 
 
 def detect(place: Place) -> tuple[str, Loader]:
-    """The loader that recognises an input. Raises UnknownFormat saying what was looked for."""
+    """The loader that recognises an input. Raises UnknownFormat, or what `next_steps` knows,
+    saying what it is and what to do."""
     for name, found in _in_order():
         if (isinstance(place, Path) or scheme_of(place) in schemes(found)) and _recognises(name, found, place):
             return name, found
@@ -116,14 +124,25 @@ def detect(place: Place) -> tuple[str, Loader]:
             f"{place}: no loader takes it; known: {', '.join(f'{scheme}://' for scheme in known)}, "
             "and those of packages that aren't installed"
         )
+    error = explain(place, is_checkpoint)
+    if error is not None:
+        raise error
     if (place / CONFIG_NAME).is_file():
         return "hf", loader("hf")  # which says best what should lie beside it
     raise UnknownFormat(
-        f"{place}: is not a checkpoint of a known format; a Hugging Face directory has config.json and *.safetensors or *.bin files, "
-        "a Megatron directory latest_checkpointed_iteration.txt, mp_rank_* directories or metadata.json, "
-        "a distributed checkpoint of PyTorch .metadata, "
-        "a directory of Meta's or Mistral's own files params.json and consolidated.*"
+        f"{place}: is not a checkpoint of a known format; one has a config.json with weights (Hugging Face), mp_rank_* directories or "
+        "metadata.json (Megatron), .metadata (PyTorch) or params.json (Meta, Mistral)"
     )
+
+
+def is_checkpoint(place: Path) -> bool:
+    """Whether some loader recognises a directory, however damaged what lies there is."""
+    try:
+        return any(_recognises(name, found, place) for name, found in _in_order())
+    except CheckpointError:
+        return True
+    except OSError:
+        return False
 
 
 def _in_order() -> Iterator[tuple[str, Loader]]:

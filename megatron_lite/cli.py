@@ -29,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _is_first():
             print(USAGE.format(**DESCRIPTIONS), end="")
         sys.exit(0 if words else 2)
+    if command == "--version":
+        from megaconv._version import __version__
+
+        print(f"megatron-lite {__version__}")
+        sys.exit(0)
     if command == "preprocess":
         from megatron_lite.data.preprocess import main as preprocess
 

@@ -8,6 +8,7 @@ from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.megatron.arguments.rope import has_yarn
+from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
@@ -16,15 +17,25 @@ from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
 from megaconv.model.sharding import rank_sizes
-from megaconv.options import SaveOptions
+from megaconv.options import LAYOUT_OPTIONS, SaveOptions
 
 DESCRIPTION = "Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout"
 
 _log = logging.getLogger("megaconv")
 
+OPTIONS = {
+    INDEXER_FOR: "which Megatron core is to compute with the indexers of sparse attention: `0.16` (to 0.18, which have the elements "
+    "that rotate last), or `0.19` (and later; if it isn't given)"
+}
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
 DISTRIBUTED = ("torch_dist", "zarr")
+
+
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    files = ("files",) if options.ckpt_format == "torch_dist" else ()
+    return (*LAYOUT_OPTIONS, "ep", "etp", "transformer_impl", "grouped_experts", "ckpt_format", *files)
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
@@ -32,13 +43,19 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _check(options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
+    if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
+        options = replace(options, grouped_experts=True)  # Megatron core's stack of such layers has no others
     layout = choose_layout(header.config, header.layout, options)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
 
         planned = plan_dist(header, options, layout)
     else:
-        naming = core_naming(options.transformer_impl, "grouped" if options.grouped_experts else "")
+        naming = core_naming(
+            options.transformer_impl,
+            "grouped" if options.grouped_experts else "",
+            rope_last=writes_rope_last(header.config, options.extra),
+        )
         style = ModelStyle(
             naming, core_order(family(header.config.family).rows, naming), partial(extra_states, naming=naming)
         )

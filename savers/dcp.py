@@ -19,6 +19,11 @@ from megaconv.options import SaveOptions
 DESCRIPTION = "PyTorch distributed checkpoint (DCP) with transformers' names, for torchtitan, FSDP and the like"
 
 
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    return ("files",)
+
+
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)

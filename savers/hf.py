@@ -24,6 +24,11 @@ DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors
 _log = logging.getLogger("megaconv")
 
 
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    return ("max_shard_bytes", "base")
+
+
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible when the family has no config.json for this model, TensorMismatch for a base of another one."""
     config, table = header.config, family(header.config.family)

@@ -11,13 +11,18 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.naming import LEGACY
-from megaconv.options import SaveOptions
+from megaconv.options import LAYOUT_OPTIONS, SaveOptions
 
 DESCRIPTION = "Megatron before core, torch format, checkpoint version 3, at any even layout"
 
 HOLDS_OPTIMIZER = True
 
 _log = logging.getLogger("megaconv")
+
+
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something; ep and transformer_impl are refused, or taken, as Megatron-LM's saver does."""
+    return (*LAYOUT_OPTIONS, "ep", "etp", "transformer_impl")
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:

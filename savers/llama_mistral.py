@@ -26,6 +26,11 @@ from megaconv.options import SaveOptions
 DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
 
 
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that choose something."""
+    return ("tp", "checkpoint_type")
+
+
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises NotExpressible for a model that params.json can't represent, LayoutError for a number of shards that doesn't divide it."""
     config = header.config

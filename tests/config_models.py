@@ -8,15 +8,18 @@ from hypothesis import strategies as st
 from megaconv.families import families, family_of_hf
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
-from tests.strategies import Draw, has_linear_attention, with_linear_attention
+from tests.strategies import Draw, has_linear_attention, has_mamba, with_linear_attention, with_mamba
 
 Raw = dict[str, Any]
 
 FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
-LLAMA_LIKE = [name for name in FAMILIES if name != "gpt2"]
+LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
 """Families whose config.json has Llama's words."""
-SCALED = [name for name in LLAMA_LIKE if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
+WITHOUT_CLASS = ("bailing_moe2",)
+"""Families that no release of transformers has."""
+IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
+SCALED = [name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
 LATENT_KEYS: Raw = {
     "kv_lora_rank": 12,
@@ -42,17 +45,24 @@ LINEAR_KEYS: Raw = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 2,
 }
+INDEXER_KEYS: Raw = {"index_n_heads": 3, "index_head_dim": 6, "index_topk": 5}
 EXPERT_KEYS: dict[str, Raw] = {
     "deepseek_v2": LATENT_KEYS,
     "deepseek_v3": {**LATENT_KEYS, "n_group": 3, "topk_group": 2},
+    "deepseek_v32": {**LATENT_KEYS, **INDEXER_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "glm_moe_dsa": {**LATENT_KEYS, **INDEXER_KEYS, **MLP_KINDS},
     "glm4_moe_lite": {**LATENT_KEYS, **MLP_KINDS, "head_dim": LATENT_KEYS["qk_rope_head_dim"]},
     "dots1": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
+    "bailing_moe2": {**SHARED_KEYS, "num_experts": 6, "num_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 1,
+                       "topk_group": 1},
     "solar_open": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
     "hy_v3": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
     "exaone_moe": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
                    "layer_types": ["sliding_attention", "full_attention"] * 2},
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "llama4": {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 72, "moe_layers": [1, 3],
+               "no_rope_layers": [1, 1, 0, 1]},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
@@ -109,6 +119,18 @@ OWN_KEYS: dict[str, Raw] = {
     "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "head_dim": 4},  # hidden_size over heads
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 3,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "mlp_hidden_act": "relu2",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+    },
 }
 """What only these families say, or say otherwise."""
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -208,7 +230,8 @@ IN_TENSORS = (
 def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
     """What a loader reads off the tensors."""
     placed = () if config.norm.place == "before" else ("norm.place",)
-    return {name: value_of(config, name) for name in (*IN_TENSORS, *placed, *more)}
+    mixers = ("mamba.heads", "mamba.head_dim") if config.has("mamba_layers") else ()
+    return {name: value_of(config, name) for name in (*IN_TENSORS, *placed, *mixers, *more)}
 
 
 @st.composite
@@ -243,19 +266,42 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 
 
 DEEPSEEKS = (
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2"),
 )
 """Families whose experts are described in DeepSeek's manner."""
 
 
 @st.composite
+def a_llama4(draw: Draw, config: ModelConfig) -> ModelConfig:
+    """With one expert a token; Megatron's yarn is for heads that rotate by halves."""
+    layers = range(config.layer_count)
+    with_experts, rotating = (draw(st.sets(st.sampled_from(layers), min_size=1)) for _ in range(2))
+    return changed(
+        config,
+        {
+            **families()["llama4"].fixed,
+            "experts.per_token": 1,
+            "experts.shared_ffn": config.experts.ffn,
+            "layers.mlp": per_layer(with_experts, len(layers), "experts", "dense"),
+            "layers.rotates": per_layer(rotating, len(layers), True, False),
+            "attention.qk_l2_norm": draw(st.booleans()),
+            "positions.scaling": None,
+        },
+    )
+
+
+@st.composite
 def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     """The model with experts, as its family has them."""
-    name, experts, moe_ffn = config.family, draw(st.integers(1, 9)), draw(st.integers(1, 99))
-    config = changed(
-        config, {"experts.count": experts, "experts.per_token": draw(st.integers(1, experts)), "experts.ffn": moe_ffn}
-    )
+    name, moe_ffn = config.family, draw(st.integers(1, 99))
+    # Megatron leaves the weight of a single expert that was chosen by sigmoid scores as it is.
+    least = 2 if families()[name].fixed.get("experts.score") == "sigmoid" else 1
+    experts = draw(st.integers(least, 9))
+    per_token = draw(st.integers(least, experts))
+    config = changed(config, {"experts.count": experts, "experts.per_token": per_token, "experts.ffn": moe_ffn})
+    if name == "llama4":
+        return draw(a_llama4(config))
     if name in ("mixtral", "gpt_oss", "olmoe", "minimax_m2"):
         config = changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
         if name == "minimax_m2":
@@ -288,7 +334,7 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         )
         return (
             changed(config, {"positions.rotary_percent": draw(st.sampled_from((0.25, 0.5, 1.0)))})
-            if name in ("glm4_moe", "solar_open")
+            if name in ("glm4_moe", "solar_open", "bailing_moe2")
             else config
         )
     layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
@@ -334,6 +380,14 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
     )
 
 
+@st.composite
+def with_indexer(draw: Draw, config: ModelConfig) -> ModelConfig:
+    sizes = {name: draw(st.integers(1, 9)) for name in ("latent.q_rank", "indexer.heads", "indexer.topk")}
+    width = config.latent.rope_dim + draw(st.integers(0, 4))
+    turning = {"indexer.interleaved": config.family == "glm_moe_dsa"}
+    return changed(config, {**sizes, **turning, "indexer.head_dim": width})
+
+
 QKV_BIAS: Raw = {"attention.qkv_bias": True}
 ALL_BIASES: Raw = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
 CHOICES: dict[str, tuple[Raw, ...]] = {
@@ -370,7 +424,7 @@ def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
     windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
     config = changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
     scaling = config.positions.scaling
-    if (scaling or {}).get("rope_type") == "llama3":
+    if (scaling or {}).get("rope_type") == "llama3" or (scaling or {}).get("factor") == 1:
         scaling = None
     local = config.positions.theta if scaling else draw(st.sampled_from((None, 12345.5, 100.0)))
     return changed(config, {"positions.scaling": scaling, "positions.local_theta": local})
@@ -427,12 +481,15 @@ def configs(draw: Draw) -> ModelConfig:
         return draw(gemmas(config))
     if name in CHOICES:
         return draw(one_of_choices(config))
-    if name.startswith("deepseek") or name == "glm4_moe_lite":
-        return draw(with_latent_attention(draw(with_experts(config))))
+    if name.startswith("deepseek") or name in ("glm4_moe_lite", "glm_moe_dsa"):
+        config = draw(with_latent_attention(draw(with_experts(config))))
+        return draw(with_indexer(config)) if name in ("deepseek_v32", "glm_moe_dsa") else config
     if name == "mistral":
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":
         return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
+    if has_mamba(name):
+        return draw(with_mamba(changed(config, {"positions.scaling": None, "positions.theta": 1e4})))
     if name in EXPERT_KEYS:
         config = draw(with_experts(config))
     if has_linear_attention(name):
@@ -457,12 +514,12 @@ def configs(draw: Draw) -> ModelConfig:
     if name in ("olmo2", "olmo3"):
         norms = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "norm.place": "after"}
         return draw(with_windows(changed(config, norms))) if name == "olmo3" else changed(config, norms)
-    if name in ("glm4_moe", "solar_open"):
+    if name in ("glm4_moe", "solar_open", "bailing_moe2"):
         if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
             config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
-        qk_norm = name == "glm4_moe" and draw(st.booleans())
+        qk_norm = name != "solar_open" and draw(st.booleans())
         return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
-    if name == "ernie4_5_moe":
+    if name in ("ernie4_5_moe", "llama4"):
         return config
     if name in ("dots1", "hy_v3", "exaone_moe"):
         config = changed(config, {"attention.qk_norm": True})

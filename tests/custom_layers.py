@@ -4,6 +4,7 @@
     norms of q and k           over all heads: the sum of squares is taken over tensor ranks
     caps                       tanh on attention scores and on logits
     a second base of rope      for layers with a window
+    norms without weights      of q and k, in layers that rotate alone: nothing in their place in others
 
 Which family has which norms is written down here, by hand, and not taken from what the converter wrote. Call `modules()` only
 where Megatron is imported and patched (tests/megatron_oracle.py).
@@ -154,3 +155,11 @@ def give_windows_their_own_rope(chunk: Any, args: Namespace) -> None:
 def windowed_layers(chunk: Any, args: Namespace) -> Iterator[Any]:
     pattern = args.window_attn_skip_freq or [1] * args.num_layers
     return (layer for layer in chunk.decoder.layers if args.window_size and pattern[layer.layer_number - 1])
+
+
+def norm_only_what_rotates(chunk: Any, args: Namespace) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    for layer in chunk.decoder.layers:
+        if args.no_rope_freq[layer.layer_number - 1]:
+            layer.self_attention.q_layernorm = layer.self_attention.k_layernorm = IdentityOp()

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tests import custom_layers, delta_net_oracle, encoder_oracle
+from tests import custom_layers, delta_net_oracle, encoder_oracle, mamba_oracle, sparse_oracle
 from tests.custom_layers import CORES_OWN, Needs
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ def build(args: Namespace, virtual_stage: int | None, needs: Needs = CORES_OWN) 
         return encoder_oracle.build_t5(args, transformer_config(args))
     if encoder_oracle.is_bert(args):
         return encoder_oracle.build_bert(args, transformer_config(args), virtual_stage)
+    if mamba_oracle.is_hybrid(args):
+        return mamba_oracle.build(args, transformer_config(args))
     return build_gpt(args, virtual_stage, needs)
 
 
@@ -260,12 +262,17 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     config = transformer_config(args)
     spec = (
         get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual_stage
+            config,
+            use_transformer_engine=False,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=virtual_stage,
         )
         if args.num_experts or delta_net_oracle.layers(args)
         else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     )
     custom_layers.adapt(spec, needs, args)
+    sparse_oracle.put_into(spec, args)
     bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
     # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
     factor = args.rope_scaling_factor if bases[0] is not None and args.position_embedding_type == "rope" else 1.0
@@ -293,6 +300,8 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     ).eval()
     if bases[0] is not None:
         custom_layers.give_windows_their_own_rope(chunk, args)
+    if args.qk_l2_norm and args.no_rope_freq:
+        custom_layers.norm_only_what_rotates(chunk, args)
     if chunk.post_process and getattr(args, "final_logit_softcapping", None):
         custom_layers.cap_logits(chunk, args.final_logit_softcapping)
     return chunk

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from megaconv import convert
 from tests.models import write_llama
+from tests.test_families import write_model
 
 SCHEDULER = {
     "max_lr": 0.01, "lr_warmup_steps": 0, "num_steps": 8, "lr_decay_style": "cosine", "lr_decay_steps": 40, "min_lr": 0.001,
@@ -33,7 +35,7 @@ def write_trained(
     weights = {
         name: tensor
         for name, tensor in state["model"].items()
-        if tensor is not None and not name.endswith("_extra_state")
+        if tensor is not None and not name.endswith(("_extra_state", ".expert_bias"))
     }
     state["optimizer"] = trained(weights, kind=kind, float16=dtype != "float32")
     state["opt_param_scheduler"] = dict(SCHEDULER)
@@ -42,6 +44,15 @@ def write_trained(
     torch.save(state, file)
     (path / "megaconv.json").unlink()  # the record of what was written, which this no longer is
     return path
+
+
+def write_trained_mamba(root: Path, fp32: tuple[str, ...] = ()) -> Path:
+    """The same of a Nemotron-H without experts. fp32: how weights end that are in it, and so have no second copy in the optimizer."""
+    hf = write_model(root / "hf", "nemotron_h", hybrid_override_pattern="M-*")
+    weights = load_file(hf / "model.safetensors")
+    in_fp32 = {name: tensor.float() for name, tensor in weights.items() if name.endswith(fp32)}
+    save_file(weights | in_fp32, hf / "model.safetensors", metadata={"format": "pt"})
+    return write_trained(hf, root / "trained")
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -78,4 +89,6 @@ def trained(weights: dict[str, torch.Tensor], *, float16: bool, kind: str = "ada
         }
     if not float16:
         return inner
-    return {"optimizer": inner, "fp32_from_fp16_params": [[m.detach() for m in group["params"]] for group in groups]}
+    in_16_bits = {id(masters[name]) for name, tensor in weights.items() if tensor.dtype != torch.float32}
+    copies = [[m.detach() for m in group["params"] if id(m) in in_16_bits] for group in groups]
+    return {"optimizer": inner, "fp32_from_fp16_params": copies}

@@ -1,5 +1,7 @@
 """Random models and layouts for property tests: small, and with every feature that the tables know."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from megaconv.families import families
@@ -7,6 +9,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed, from_fields, per_layer
 from megaconv.model.layout import Layout
 from megaconv.model.naming import HF, LEGACY, META, NAMINGS, Naming
+from megaconv.model.pattern import layer_fields
 from megaconv.model.table import expressible
 
 Draw = st.DrawFn
@@ -14,6 +17,10 @@ Draw = st.DrawFn
 
 def has_experts(family: str) -> bool:
     return any(row.of_experts for row in families()[family].rows)
+
+
+def has_indexer(family: str) -> bool:
+    return "indexer" in families()[family].features
 
 
 def stores_experts(naming: Naming) -> bool:
@@ -35,7 +42,9 @@ SPELLED = [
     (family, naming)
     for family, table in sorted(families().items())
     for naming in NAMINGS
-    if expressible(table.rows, naming) and (has_experts(family) or not stores_experts(naming))
+    if expressible(table.rows, naming)
+    and (has_experts(family) or not stores_experts(naming))
+    and (has_indexer(family) or "rope_last" not in naming.variants)
 ]
 """(family, naming) for all that can be said."""
 
@@ -46,6 +55,15 @@ def has_latent_attention(family: str) -> bool:
 
 def has_linear_attention(family: str) -> bool:
     return any("linear" in (row.when or "").split() for row in families()[family].rows)
+
+
+def has_mamba(family: str) -> bool:
+    return any("mamba" in (row.when or "").split() for row in families()[family].rows)
+
+
+def norms_all_heads(family: str) -> bool:
+    """Whether q and k are normed over all heads, so that ranks can't share one."""
+    return any(row.canonical.endswith("attn.{q|k}_norm.weight") and row.tp == 0 for row in families()[family].rows)
 
 
 def has_mtp(family: str) -> bool:
@@ -104,12 +122,32 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
     )
 
 
+def hybrid_fields(pattern: str, groups: int = 2, experts: int = 4, width: int = 4) -> dict[str, Any]:
+    """Of a Nemotron-H with these layers. width: of its experts."""
+    mamba = {"mamba.heads": 2 * groups, "mamba.head_dim": 3, "mamba.groups": groups, "mamba.state": 5}
+    widths = {"experts.count": experts, "experts.per_token": 1, "experts.ffn": width, "experts.shared_ffn": width}
+    routed = {**widths, "experts.router_bias": True, "experts.score": "sigmoid"}
+    others = {**families()["nemotron_h"].fixed, **dict.fromkeys(BIASES_AND_NORMS, False)}
+    return {**layer_fields(pattern, "the test"), **others, **mamba, **(routed if "E" in pattern else {})}
+
+
+BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.qk_norm")
+
+
+@st.composite
+def with_mamba(draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1) -> ModelConfig:
+    """The model as a hybrid, of which one layer at least is a Mamba 2."""
+    others = draw(st.text("M*-E", min_size=config.layer_count - 1, max_size=config.layer_count - 1))
+    sizes = {"groups": tp * draw(st.integers(1, 2)), "experts": ep * draw(st.integers(1, 3)), "width": tp * etp * 2}
+    return changed(config, hybrid_fields("M" + others, **sizes))
+
+
 @st.composite
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
-    special = has_latent_attention(family) or has_linear_attention(family)
+    special = has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
@@ -148,11 +186,17 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
         return changed(config, {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes})
     if has_linear_attention(family):
         config = draw(with_linear_attention(config, tp))
+    if has_mamba(family):
+        return draw(with_mamba(config, tp, ep, etp))
     if not has_experts(family):
         return config
     if has_latent_attention(family):
         latent = {name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")}
         q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
+        if has_indexer(family):
+            latent["latent.rope_dim"] *= 2  # half of an indexer's elements rotate with the other half
+            latent |= {"indexer.heads": draw(st.integers(1, 3)), "indexer.topk": 1}
+            latent["indexer.head_dim"] = latent["latent.rope_dim"] + draw(st.integers(0, 2))
         head_dim = latent["latent.rope_dim"] + draw(st.integers(1, 3))
         config = changed(
             config,

@@ -18,7 +18,7 @@ from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import MAIN, assert_refused, finish, run, snapshot, start, unchanged
 
-COMMANDS = ("convert", "inspect", "fingerprint", "verify", "diff", "formats", "demo")
+COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff", "scan", "formats", "demo")
 TP2PP2 = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
 
 
@@ -89,6 +89,50 @@ def test_without_a_command_help_is_shown() -> None:
 
 def test_the_version_is_told() -> None:
     assert run("--version").out == f"megaconv {megaconv.__version__}\n"
+
+
+def test_both_commands_tell_their_version() -> None:
+    from subprocess import run as execute
+
+    shown = execute([sys.executable, "-m", "megatron_lite", "--version"], capture_output=True, text=True, check=True,
+                    cwd=Path(__file__).parents[1])  # fmt: skip
+    assert shown.stdout == f"megatron-lite {megaconv.__version__}\n"
+
+
+def test_options_are_listed_under_headings() -> None:
+    shown = run("convert", "--help").out
+    headings = re.findall(r"^([A-Z][a-z ]+):$", shown, re.MULTILINE)
+    assert headings[:5] == ["Input and output", "Layout", "Form of the output", "Values", "The run"]
+    layout = shown.partition("Layout:")[2].partition("Form of the output:")[0]
+    assert "--vpp" in layout
+    assert "--dtype" not in layout
+
+
+def test_source_and_target_may_stand_without_their_options(hf: Path, tmp_path: Path) -> None:
+    assert run("convert", hf, tmp_path / "out", "--saver", "core").status == 0
+    assert run("convert", "--load-dir", hf, tmp_path / "other", "--saver", "core").status == 2
+    assert_refused(run("convert", hf, "--saver", "core"), 2, "the output is missing", "convert SRC DST --saver NAME")
+    twice = run("convert", hf, tmp_path / "b", "--load-dir", hf, "--saver", "core")
+    assert_refused(twice, 2, "the input is given twice", "--load-dir")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_quiet_prints_nothing_but_warnings_and_errors(hf: Path, tmp_path: Path) -> None:
+    assert run("convert", hf, tmp_path / "out", "--saver", "core", "--quiet") == (0, "", "")
+    outcome = run("convert", TP2PP2, tmp_path / "back", "--saver", "hf", "-q")
+    assert (outcome.status, outcome.out) == (0, "")
+    assert "no tokenizer" in outcome.err
+
+
+def test_where_there_is_no_terminal_a_line_tells_progress_now_and_then(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaconv.commands.progress.LINE_SECONDS", 0.0)
+    outcome = run("convert", hf, tmp_path / "out", "--saver", "core", "--workers", 1)
+    assert outcome.status == 0
+    line = r"converting: [\d.]+ \w+ of [\d.]+ KiB \(\d+%\), [\d.]+ \w+/s, \d+ s left"
+    assert all(re.fullmatch(line, each) for each in outcome.err.splitlines())
+    assert "(100%)" in outcome.err
 
 
 # Megatron-LM's command lines.
@@ -251,7 +295,9 @@ def test_results_go_to_stdout_and_remarks_to_stderr(tmp_path: Path) -> None:
     source = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
     outcome = finish(start("convert", "--load-dir", source, "--saver", "hf", "--save-dir", tmp_path / "out"))
     assert outcome.status == 0
-    assert outcome.err == "optimizer state was left out: only weights are converted\n"
+    incomplete, left_out = outcome.err.splitlines()
+    assert incomplete.startswith("the output will have no tokenizer")
+    assert left_out == "optimizer state was left out: only weights are converted"
     assert re.fullmatch(
         rf"{tmp_path}/out: [\d,]+ parameters, .* in \d+ files, .*\nfingerprint [0-9a-f]{{64}}\n", outcome.out
     )
@@ -302,8 +348,8 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
-    assert list(document["loaders"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "mixtral_hf"]
-    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral"]
+    assert list(document["loaders"]) == ["core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf"]
+    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "gguf"]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
     shown = run("formats").out
     assert all(word in shown for word in ("loaders", "savers", "families", "MistralForCausalLM"))
@@ -553,7 +599,7 @@ def test_a_usage_error_ends_with_status_2(hf: Path, tmp_path: Path) -> None:
         "core, legacy, dcp, hf",
     )
     assert_refused(run("inspect", tmp_path / "nothing"), 2, "no such file or directory")
-    assert_refused(run("inspect", tmp_path), 2, "not a checkpoint of a known format")
+    assert_refused(run("inspect", tmp_path), 3, "is an empty directory")
 
 
 def test_a_loss_that_nobody_knows_can_not_be_allowed(hf: Path, tmp_path: Path) -> None:
@@ -570,7 +616,7 @@ def test_a_corrupt_input_ends_with_status_3(hf: Path, tmp_path: Path) -> None:
 
 def test_an_unknown_family_ends_with_status_3(hf: Path, tmp_path: Path) -> None:
     source = changed(hf, tmp_path / "model", lambda tensors: None, architectures=["MambaForCausalLM"])
-    assert_refused(run("inspect", source), 3, "MambaForCausalLM", "LlamaForCausalLM")
+    assert_refused(run("fingerprint", source), 3, "MambaForCausalLM", "LlamaForCausalLM")
 
 
 def test_content_that_asks_to_be_run_ends_with_status_6(hf: Path, tmp_path: Path) -> None:

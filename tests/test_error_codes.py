@@ -127,7 +127,7 @@ def test_a_conversion_that_is_refused_says_why_by_a_code(model: Path, options: l
 
 def test_what_is_wrong_with_an_input_has_codes(model: Path, tmp_path: Path) -> None:
     assert error_of("inspect", tmp_path / "nothing", status=2)["code"] == "no-such-input"
-    assert error_of("inspect", tmp_path, status=2)["code"] == "unknown-format"
+    assert error_of("inspect", tmp_path, status=3)["code"] == "unknown-format"
     assert error_of("verify", model, status=3)["code"] == "no-fingerprints"
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])

@@ -126,7 +126,7 @@ def test_a_directory_without_weights_is_refused(model: Path) -> None:
 
 def test_a_directory_without_anything_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert_convert_refuses(tmp_path / "model", 2, "not a checkpoint", "config.json")
+    assert_convert_refuses(tmp_path / "model", 3, "is an empty directory")
 
 
 def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_an_unknown_architecture_is_refused_and_known_ones_are_listed(model: Pat
 
 def test_quantized_weights_are_refused(model: Path) -> None:
     edit_json(model / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
-    assert_convert_refuses(model, 2, "quantized", "gptq")
+    assert_convert_refuses(model, 3, "quantized", "gptq")
 
 
 # Megatron directories.
@@ -415,7 +415,7 @@ def test_a_checkpoint_of_legacy_megatron_is_recognised(ckpt: Path) -> None:
     edit_rank(rank_file(ckpt, 0, 0), lambda state: state.update(model={"language_model": {}}))
     arguments = ["convert", "--loader", "core", "--load-dir", ckpt, "--saver", "hf", "--save-dir", ckpt.parent / "out"]
     with unchanged(ckpt.parent):
-        assert_refused(run(*arguments), 2, "legacy Megatron", "--loader legacy")
+        assert_refused(run(*arguments), 3, "legacy Megatron", "--loader legacy")
 
 
 def test_a_checkpoint_that_is_legacy_in_part_is_refused(ckpt: Path) -> None:

@@ -5,6 +5,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ DEEPSEEK = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+INDEXER = {"index_n_heads": 2, "index_head_dim": 6, "index_topk": 3}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 DELTA_NET = {
     "linear_num_key_heads": 2,
@@ -74,19 +76,34 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "ernie4_5_moe": {**EXPERTS, "moe_k": 2, "moe_num_experts": 4},
     "exaone_moe": EXPERTS,
+    "bailing_moe2": {**DEEPSEEK, "num_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     "hy_v3": {**EXPERTS, "num_nextn_predict_layers": 1},
     "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1, "head_dim": LATENT["qk_rope_head_dim"]},
     "dots1": {**DEEPSEEK, "norm_topk_prob": True},
     "stablelm": {},
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    "deepseek_v32": {**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    "glm_moe_dsa": {**DEEPSEEK, **INDEXER, "num_nextn_predict_layers": 1},
     "glm4_moe": {**DEEPSEEK, "num_nextn_predict_layers": 2, "num_key_value_heads": 2},
     "gpt_oss": EXPERTS,
+    "llama4": {"num_local_experts": 4, "intermediate_size_mlp": 16, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]},
     "mixtral": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 4},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4, "mlp_only_layers": [1]},
     "qwen3_5": DELTA_NET,
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 3,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 4,
+    },
     "qwen3_5_moe": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4},
 }
 
@@ -347,7 +364,11 @@ CASES = [
     Refused("stablelm", {"qk_layernorm": True}, {}, UnknownFamily, "qk_layernorm True"),
     Refused("starcoder2", {"use_bias": False}, {}, NotExpressible, "approximate gelu in an MLP without biases"),
     Refused(
-        "dots1", {"norm_topk_prob": False}, {}, NotExpressible, "sigmoid router makes the experts' weights sum up to 1"
+        "dots1",
+        {"norm_topk_prob": False},
+        {},
+        NotExpressible,
+        "sigmoid router makes the weights of several experts sum up to 1",
     ),
     Refused("hy_v3", {"mlp_bias": True}, {}, UnknownFamily, "mlp_bias True"),
     Refused(
@@ -357,7 +378,17 @@ CASES = [
     Refused(
         "gemma", {"architectures": ["Gemma3nForCausalLM"]}, {}, UnknownFamily, "can't be converted: of Gemma 3, only"
     ),
-    Refused("gemma", {"architectures": ["Llama4ForCausalLM"]}, {}, UnknownFamily, "can't be converted: Llama 4"),
+    Refused(
+        "gemma",
+        {"architectures": ["Llama4ForConditionalGeneration"]},
+        {},
+        UnknownFamily,
+        "can't be converted: of Llama 4, only",
+    ),
+    Refused("llama4", {"num_experts_per_tok": 2}, {}, NotExpressible, "leaves that of a single one as it is"),
+    Refused("llama4", {"attn_temperature_tuning": False}, {}, NotExpressible, "attn_temperature_tuning should be true"),
+    Refused("llama4", {"attention_chunk_size": 64}, {}, UnknownFamily, "attention_chunk_size 64 .* only 8192"),
+    Refused("llama4", {"layer_types": ["full_attention"] * 3}, {}, NotExpressible, "layer_types should have chunked"),
     Refused("gemma", {}, {"ep": 2}, LayoutError, "no experts"),
     Refused("gemma2", {"hidden_activation": "gelu"}, {}, UnknownFamily, "hidden_activation 'gelu'"),
     Refused("gemma3_text", {"attn_logit_softcapping": 50.0}, {}, UnknownFamily, "attn_logit_softcapping 50.0"),
@@ -382,6 +413,9 @@ def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
         "hidden_activation",
         "attn_logit_softcapping",
         "clip_qkv",
+        "attn_temperature_tuning",
+        "attention_chunk_size",
+        "layer_types",
     }
     at_reading = {"architectures", *plain} & set(case.keys)
     hf = write_model(tmp_path / "hf", case.family, **{} if at_reading else case.keys)
@@ -393,6 +427,18 @@ def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
 
 
 # What is pointed out.
+
+
+def test_the_limits_of_a_llama_4_in_megatron_are_pointed_out(tmp_path: Path) -> None:
+    """Up to 8192 tokens a model whose q and k have no norms (Maverick's) is one of Megatron core's own."""
+    convert = partial(megaconv.convert, saver="core")
+    plain = {"use_qk_norm": False}
+    assert convert(write_model(tmp_path / "a", "llama4", **plain), tmp_path / "core-a").notices == ()
+    (notice,) = convert(write_model(tmp_path / "b", "llama4"), tmp_path / "core-b").notices
+    assert "k_layernorm have to be made IdentityOp" in notice
+    long = write_model(tmp_path / "c", "llama4", **plain, max_position_embeddings=8193)
+    (notice,) = convert(long, tmp_path / "core-c").notices
+    assert "computes the same up to 8192 tokens, of 8193" in notice
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
@@ -577,7 +623,7 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     """By the variants that they run, and the modules of their own that they run them with."""
     proven = {**VARIANTS, **MIXTURES}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
-    custom = {*NEEDS, "gemma"}  # whose embedding the oracle scales
+    custom = {*NEEDS, "gemma", "llama4"}  # whose embedding the oracle scales; whose norms it leaves out of some layers
     for name, family in families().items():
         expected = ("custom module" if name in custom else "megatron-core") if name in computed else "names"
         assert family.proven == expected, name

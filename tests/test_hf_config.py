@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily, UnsupportedInput
 from megaconv.families import families, family, family_of_hf
 from megaconv.families.parts.hf_config import as_file, load_config
 from megaconv.model.config import ModelConfig
@@ -85,10 +85,10 @@ def test_what_is_written_for_hugging_face_means_the_same_model(config: ModelConf
     [
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            NotExpressible,
+            UnsupportedInput,
             r"quantized \(gptq\); convert an unquantized copy",
         ),
-        ({"quantization_config": {"bits": 4}}, NotExpressible, "quantized"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedInput, "quantized"),
         ({"partial_rotary_factor": 0.5}, NotExpressible, r"partial_rotary_factor 0\.5"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},

@@ -13,9 +13,11 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, fields_of
 from tests.config_models import (
     DEEPSEEKS,
+    IN_TRANSFORMERS,
     LLAMA_LIKE,
     SCALED,
     SCALINGS,
+    WITHOUT_CLASS,
     Raw,
     configs,
     in_new_keys,
@@ -49,7 +51,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
-    is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] == "glm4_moe_lite"
+    is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] in ("glm4_moe_lite", "glm_moe_dsa")
     latent = latent_as_transformers_has_it(config) if is_latent else {}
     return {
         "layers.count": config.num_hidden_layers,
@@ -140,6 +142,16 @@ def latent_as_transformers_has_it(config: Any) -> Raw:
         "latent.kv_rank": config.kv_lora_rank,
         "latent.q_rank": config.q_lora_rank or 0,
         "mtp_layers": getattr(config, "num_nextn_predict_layers", 0),
+        **(
+            {
+                "indexer.heads": config.index_n_heads,
+                "indexer.head_dim": config.index_head_dim,
+                "indexer.topk": config.index_topk,
+                "indexer.interleaved": config.model_type == "glm_moe_dsa",
+            }
+            if hasattr(config, "index_topk")
+            else {}
+        ),
     }
 
 
@@ -148,6 +160,17 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
     if config.model_type in ("mixtral", "olmoe", "minimax_m2"):
         experts = {"experts.count": config.num_local_experts, "experts.ffn": config.intermediate_size}
         return experts | {"experts.per_token": config.num_experts_per_tok, "moe_layers": None}
+    if config.model_type == "llama4_text":
+        return {
+            "experts.count": config.num_local_experts,
+            "experts.per_token": config.num_experts_per_tok,
+            "experts.ffn": config.intermediate_size,
+            "experts.shared_ffn": config.intermediate_size,
+            "mlp.ffn": config.intermediate_size_mlp,
+            "moe_layers": None if config.moe_layers == list(layers) else tuple(config.moe_layers),
+            "rotates": [bool(word) for word in config.no_rope_layers],
+            "attention.qk_l2_norm": config.use_qk_norm,
+        }
     if config.model_type == "gpt_oss":
         biases = {"attention.qkv_bias": config.attention_bias, "mlp.bias": True}
         experts = {
@@ -252,7 +275,7 @@ def test_a_complete_config_is_read_as_transformers_reads_it(name: str, keys: Any
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", LLAMA_LIKE)
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(name: str) -> None:
     raw = raw_config(name, hidden_size=64, num_attention_heads=32)
     more = {"deepseek_v2": ("num_experts_per_tok",), "dots1": ("num_experts_per_tok", "n_routed_experts")}
@@ -278,8 +301,12 @@ TRANSFORMERS_CANNOT = (
         (name, "num_key_value_heads")
         for name in ("ernie4_5_moe", "exaone_moe", "glm", "hy_v3", "nemotron", "solar_open")
     ),
-    *((name, "num_key_value_heads") for name in ("glm4_moe_lite", "stablelm", "starcoder2")),
-    *((name, "head_dim") for name in ("glm", "glm4_moe_lite", "hy_v3", "solar_open")),
+    *(
+        (name, "num_key_value_heads")
+        for name in ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "stablelm", "starcoder2")
+    ),
+    *((name, "head_dim") for name in ("deepseek_v32", "glm", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "solar_open")),
+    *(("llama4", key) for key in ("num_key_value_heads", "head_dim")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
     *((name, "eos_token_id") for name in ("glm", "glm4")),  # for which its class has tokens of its own
     *((name, key) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe") for key in ("num_key_value_heads", "head_dim")),
@@ -335,7 +362,7 @@ def test_layers_have_experts_where_the_config_says_so(name: str, keys: Raw, laye
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "sliding_window", "rope_scaling", "eos_token_id"])
-@pytest.mark.parametrize("name", LLAMA_LIKE)
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_keys_that_are_null_have_the_values_that_transformers_gives_them(name: str, key: str) -> None:
     if (name, key) in TRANSFORMERS_CANNOT:
         pytest.skip("transformers 5 refuses it, or has no model for it")
@@ -402,7 +429,7 @@ def test_a_mistral_has_a_window_unless_it_says_no(keys: Raw, window: int | None)
 
 
 @pytest.mark.oracle
-@given(configs())
+@given(configs().filter(lambda config: config.family not in WITHOUT_CLASS))
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config: ModelConfig) -> None:
     if config.family != "gpt2":

@@ -13,7 +13,7 @@ import pytest
 
 from megaconv.engine.conversion import fingerprint
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, start
+from tests.runs import Outcome, assert_refused, finish, run, start
 
 Files = dict[str, bytes]
 
@@ -41,6 +41,7 @@ class Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        path = path.replace("/api/models/old", "/api/models/org/name").replace("/old/resolve", "/org/name/resolve")
         if path.startswith("/api/models/org/name"):
             self.describe(path.removeprefix("/api/models/org/name"))
         elif path.startswith("/org/name/resolve/"):
@@ -167,10 +168,15 @@ def megaconv(*arguments: object, seconds: float = 60) -> Outcome:
         ("org/name@v2", "v2"),
         ("org/name@refs/pr/1", "refs/pr/1"),
         (f"hf://org/name@{COMMITS['v2']}", "v2"),
+        ("old", "main"),
+        ("hf://old@v2", "v2"),
+        ("{hub}/org/name", "main"),
+        ("{hub}/org/name/tree/v2", "v2"),
+        ("{hub}/org/name/blob/v2/config.json", "v2"),
     ],
 )
 def test_a_model_is_read_from_the_hub(online: Hub, models: dict[str, Path], place: str, revision: str) -> None:
-    outcome = megaconv("fingerprint", place)
+    outcome = megaconv("fingerprint", place.format(hub=online.address))
     assert (outcome.status, outcome.out) == (0, fingerprint(models[COMMITS[revision]]).weights + "\n"), outcome.err
 
 
@@ -218,7 +224,7 @@ def test_a_name_that_is_neither_here_nor_there_is_told_so(online: Hub) -> None:
     assert_refused(megaconv("inspect", "org/other"), 1, "there is no path 'org/other' here", "Hugging Face Hub")
 
 
-@pytest.mark.parametrize("place", ["hf://name", "hf://", "hf://a/b/c", "hf://org/na me"])
+@pytest.mark.parametrize("place", ["hf://", "hf://a/b/c", "hf://org/na me"])
 def test_what_is_no_hub_id_is_refused_without_asking(online: Hub, place: str) -> None:
     assert_refused(megaconv("inspect", place), 2, "is not a Hub id; expected hf://organisation/name")
 
@@ -254,7 +260,8 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
     wanted = megaconv("fingerprint", "org/name").out
     assert wanted.strip() == fingerprint(models[COMMITS["main"]]).weights
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
-    assert megaconv("fingerprint", "org/name").out == wanted
+    outcome = megaconv("fingerprint", "org/name")
+    assert (outcome.out, "taking what was downloaded before" in outcome.err) == (wanted, True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert megaconv("fingerprint", "org/name").out == wanted
 
@@ -262,3 +269,29 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
 def test_offline_mode_is_told(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert_refused(megaconv("inspect", "org/name"), 1, "there is no path 'org/name' here", "offline")
+
+
+def test_a_page_that_is_no_models_is_refused() -> None:
+    assert_refused(run("inspect", "https://huggingface.co/datasets/org/name"), 2, "not a model's page")
+
+
+def test_a_repository_in_the_cache_stands_for_its_branch_main(online: Hub, tmp_path: Path) -> None:
+    for place in ("org/name@v2", "org/name"):
+        assert megaconv("inspect", place).status == 0
+    cached = tmp_path / "hf-home" / "hub" / "models--org--name"
+    assert run("fingerprint", cached).out == megaconv("fingerprint", "org/name").out
+    (cached / "refs" / "main").unlink()
+    assert_refused(run("fingerprint", cached), 2, "2 snapshots", str(cached))
+
+
+@pytest.mark.parametrize(
+    ("others", "skipped"),
+    [
+        (("consolidated.safetensors", "model.fp16.safetensors", "model-00001-of-00002.safetensors"), True),
+        (("adapter_config.json",), False),
+    ],
+)
+def test_one_set_of_weights_is_downloaded(online: Hub, others: tuple[str, ...], skipped: bool) -> None:
+    online.commits[COMMITS["main"]] |= dict.fromkeys(others, b"{}")
+    assert megaconv("inspect", "org/name").status == 0
+    assert [name in online.downloaded for name in others] == [not skipped] * len(others)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from formats import torch_zip
 from megaconv.checkpoint import open_checkpoint
-from megaconv.commands.command_options import numbers
+from megaconv.commands.cli.options import numbers
 from megaconv.errors import LayoutError
 from megaconv.model.layout import (
     Chunk,

@@ -435,9 +435,9 @@ def test_params_of_another_model_are_refused(changes: dict[str, Any], words: lis
     [
         ("{", 3, "not a readable JSON file"),
         ("[1]", 3, "expected a JSON object, found list"),
-        ('{"dim": 64, "quantization_args": {"scheme": "int4"}}', 2, "quantized weights"),
-        ('{"dim": 64, "yarn": {"factor": 16}}', 2, "yarn rope scaling"),
-        ('{"dim": 64, "moe_args": {"num_experts": 8}}', 2, "experts"),
+        ('{"dim": 64, "quantization_args": {"scheme": "int4"}}', 3, "quantized weights"),
+        ('{"dim": 64, "yarn": {"factor": 16}}', 3, "yarn rope scaling"),
+        ('{"dim": 64, "moe_args": {"num_experts": 8}}', 3, "experts"),
     ],
 )
 def test_params_that_are_no_decoders_are_refused(content: str, status: int, words: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megaconv.model.ir import Key
 from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import read_rank_file
-from tests.optimizer_models import SCHEDULER, load, trained, write_trained, write_trained_llama
+from tests.optimizer_models import SCHEDULER, load, trained, write_trained, write_trained_llama, write_trained_mamba
 from tests.optimizer_oracle import adamw, gradient, sgd, step
 from tests.put_together import assert_holds, assert_holds_optimizer, rank_files
 from tests.runs import assert_refused, run, unchanged
@@ -139,6 +139,11 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With gated delta nets in two of three layers."""
     root = tmp_path_factory.mktemp("trained")
     return write_trained(write_model(root / "hybrid-hf", "qwen3_5"), root / "hybrid")
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained_mamba(tmp_path_factory.mktemp("trained-mamba"))
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist", "zarr"])
@@ -324,7 +329,7 @@ SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tra
 
 @pytest.mark.oracle
 def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
-    tied: Path, sgd_trained: Path, few_heads: Path, hybrid: Path, tmp_path: Path
+    tied: Path, sgd_trained: Path, few_heads: Path, hybrid: Path, mamba: Path, tmp_path: Path
 ) -> None:
     """What megatron-core loads, steps and saves, bit for bit the same at two layouts, is what AdamW makes of the source."""
     cases: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -346,6 +351,9 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "hybrid": (hybrid, {"tp": 2, "pp": 2, "layer_split": (1, 2)}),
         "hybrid, torch_dist": (hybrid, {"tp": 2, "ckpt_format": "torch_dist"}),
         "hybrid, distributed": (hybrid, {"tp": 2, "distributed_optimizer": True}),
+        "mamba": (mamba, {"tp": 2, "pp": 2, "layer_split": (1, 2)}),
+        "mamba, torch_dist": (mamba, {"tp": 2, "ckpt_format": "torch_dist"}),
+        "mamba, distributed": (mamba, {"tp": 2, "distributed_optimizer": True}),
     }
     for name, (source, options) in cases.items():
         megaconv.convert(source, tmp_path / "from" / name, saver="core", transformer_impl="local", **options)

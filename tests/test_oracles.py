@@ -105,6 +105,10 @@ def to_core(source: Path, target: Path, **options: Any) -> Path:
     return target
 
 
+def options(variant: str, layout: str) -> dict[str, Any]:
+    return {**ALL_LAYOUTS[layout], "extra": ALL_VARIANTS[variant].extra}
+
+
 def assert_close(found: "torch.Tensor", expected: "torch.Tensor") -> None:
     assert (found - expected).abs().max().item() <= TOLERANCE
     assert found.argmax(-1).equal(expected.argmax(-1))
@@ -127,7 +131,9 @@ def test_megatron_computes_what_transformers_computes(
     variant: str, layout: str, references: References, megatron: Megatron, tmp_path: Path
 ) -> None:
     reference = references(variant)
-    logits = megatron.logits(to_core(reference.directory, tmp_path / "core", **ALL_LAYOUTS[layout]), reference.tokens)
+    logits = megatron.logits(
+        to_core(reference.directory, tmp_path / "core", **options(variant, layout)), reference.tokens
+    )
     assert_close(logits[..., :VOCAB], reference.logits)
 
 
@@ -155,7 +161,7 @@ def test_megatron_loads_torch_dist_strictly_and_computes_the_same(
 ) -> None:
     """Every key of the model is in the checkpoint, and the other way round; Megatron itself cuts it for its ranks."""
     reference = references(variant)
-    checkpoint = to_core(reference.directory, tmp_path / "dist", ckpt_format="torch_dist", **ALL_LAYOUTS[layout])
+    checkpoint = to_core(reference.directory, tmp_path / "dist", ckpt_format="torch_dist", **options(variant, layout))
     assert_close(megatron.logits(checkpoint, reference.tokens)[..., :VOCAB], reference.logits)
 
 
@@ -187,7 +193,7 @@ def test_the_way_back_gives_the_same_model(variant: str, layout: str, references
     import torch
 
     reference = references(variant)
-    core = to_core(reference.directory, tmp_path / "core", **ALL_LAYOUTS[layout])
+    core = to_core(reference.directory, tmp_path / "core", **options(variant, layout))
     megaconv.convert(core, tmp_path / "hf", saver="hf")
     found, expected = load(tmp_path / "hf"), load(reference.directory)
     assert meaning(found.config) == meaning(expected.config)

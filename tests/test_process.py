@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megaconv.commands.cli.convert import NOTHING_LEFT
 from tests.models import write_llama
 from tests.runs import MAIN, Outcome, finish, run, start, write_old_output
 
@@ -70,7 +71,7 @@ def test_a_signal_in_the_last_moment_of_a_conversion_says_so_too(model: Path) ->
 @pytest.mark.parametrize("number", ENDING)
 def test_a_signal_before_the_commit_leaves_nothing(model: Path, number: int) -> None:
     outcome = signalled(model, "megaconv.engine.conversion", "combine", number)
-    assert outcome == Outcome(130, "", "megaconv: interrupted; nothing was left behind\n")
+    assert outcome == Outcome(130, "", f"megaconv: interrupted; {NOTHING_LEFT}\n")
     assert names(model.parent) == ["model"]
 
 
@@ -106,7 +107,7 @@ FileTensor.read_into = slowly
 
 def test_a_signal_that_comes_in_a_destructor_is_not_swallowed(model: Path) -> None:
     outcome = finish(start(*conversion(model, "--workers", 1), before=IN_DESTRUCTOR))
-    assert outcome == Outcome(130, "", "megaconv: interrupted; nothing was left behind\n")
+    assert outcome == Outcome(130, "", f"megaconv: interrupted; {NOTHING_LEFT}\n")
     assert names(model.parent) == ["model"]
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 import megaconv
 from megaconv import registry
-from megaconv.errors import CheckpointError, TargetExists, UnknownFormat
+from megaconv.errors import CheckpointError, TargetExists, UsageError
 from megaconv.model.fields import fields_of
 from tests.conftest import FIXTURES
 from tests.models import write_llama
@@ -121,7 +122,43 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert found.stdout == "[]\n"
 
 
+def test_what_there_is_can_be_listed() -> None:
+    assert dir(megaconv) == ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "verify"]
+    assert (Path(megaconv.__file__).parent / "py.typed").is_file()
+
+
+def test_a_checkpoint_shows_itself(core: Path) -> None:
+    checkpoint = megaconv.open(core)
+    assert re.fullmatch(
+        r"<Checkpoint: llama, [\d,]+ parameters in 39 tensors, .* KiB, core, .*, TP 2, PP 2>", repr(checkpoint)
+    )
+    shown = checkpoint._repr_html_()
+    assert shown.startswith("<table><tr><th>format</th>")
+    assert "<script" not in shown
+
+
+def test_progress_is_told_in_bytes(hf: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    megaconv.convert(hf, tmp_path / "out", saver="core", progress=lambda done, total: told.append((done, total)))
+    total = megaconv.open(hf).header.nbytes
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+
+
 # Options.
+
+
+def test_options_are_spelled_as_on_the_command_line(hf: Path, tmp_path: Path) -> None:
+    megaconv.convert(
+        hf, tmp_path / "core", saver="core", pp=2, layer_split="1,3", make_vocab_size_divisible_by=8, max_memory="1MiB"
+    )
+    checkpoint = megaconv.open(tmp_path / "core")
+    assert checkpoint.layout is not None
+    assert (checkpoint.layout.stage_layers, checkpoint.header.padded_vocab) == ((1, 3), 136)
+    megaconv.convert(hf, tmp_path / "hf", saver="hf", max_shard_size="30KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
+    with pytest.raises(UsageError, match="is not a size"):
+        megaconv.convert(hf, tmp_path / "more", saver="hf", max_memory="plenty")
 
 
 def test_layer_split_dtype_and_further_options_reach_the_output(hf: Path, tmp_path: Path) -> None:
@@ -172,7 +209,7 @@ def test_an_unknown_option_is_a_type_error(hf: Path, tmp_path: Path) -> None:
 def test_errors_have_one_class_in_common(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file or directory"):
         megaconv.open(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="not a checkpoint of a known format"):
+    with pytest.raises(CheckpointError, match="is an empty directory"):
         megaconv.inspect(tmp_path)
 
 
@@ -269,7 +306,7 @@ def test_plugins_are_listed_after_our_own(npz: Path) -> None:
     assert list(registry.all_loaders()) == [*registry.LOADERS, "npz"]
     assert list(registry.all_savers()) == [*registry.SAVERS, "canonical"]
     assert "npz           all tensors in one npz file" in run("formats").out
-    with pytest.raises(UnknownFormat, match=r"no loader is called 'zip'; known: .*, npz"):
+    with pytest.raises(UsageError, match=r"no loader is called 'zip'; known: .*, npz"):
         registry.loader("zip")
 
 

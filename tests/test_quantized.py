@@ -16,7 +16,7 @@ from formats.tensor import ITEMSIZE, Box, LazyTensor, read_tensor
 from megaconv.engine.conversion import fingerprint
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.stream import ArrayTensor, as_lazy
-from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.errors import TensorMismatch, UnsupportedInput
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 from tests.test_families import write_model
@@ -144,9 +144,9 @@ def test_fp8_and_mxfp4_without_scales_are_refused() -> None:
 
 
 def test_fp8_without_blocks_and_other_methods_are_refused() -> None:
-    with pytest.raises(NotExpressible, match="weight_block_size None"):
+    with pytest.raises(UnsupportedInput, match="weight_block_size None"):
         dequantize({}, {"quantization_config": {"quant_method": "fp8"}}, None, "here")
-    with pytest.raises(NotExpressible, match=r"quantized \(awq\).*fp8 or mxfp4"):
+    with pytest.raises(UnsupportedInput, match=r"quantized \(awq\).*fp8 or mxfp4"):
         dequantize({}, {"quantization_config": {"quant_method": "awq"}}, None, "here")
 
 
@@ -189,8 +189,9 @@ def test_a_quantized_model_becomes_a_plain_one_in_the_dtype_asked_for(
     assert (config["torch_dtype"], config.get("quantization_config")) == (dtype, None)
 
 
-def test_a_minimax_m2_in_fp8_as_it_is_shipped_becomes_a_plain_one(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", "minimax_m2")
+@pytest.mark.parametrize("family", ["minimax_m2", "deepseek_v32"])
+def test_a_model_in_fp8_as_it_is_shipped_becomes_a_plain_one(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family)
     meant = quantize(model)
     megaconv.convert(model, tmp_path / "core", saver="core", tp=2, ep=2)
     megaconv.convert(tmp_path / "core", tmp_path / "hf", saver="hf")

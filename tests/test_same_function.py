@@ -32,17 +32,23 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "latent.kv_rank": {"latent.rope_dim": 2, "latent.v_dim": 3},
     "experts.count": {"experts.ffn": 8, "experts.per_token": 1},
     "layers.count": {"layers.mlp": "dense", "layers.window": None, "layers.mixer": "attention"},
+    "indexer.heads": {"indexer.head_dim": 8, "indexer.topk": 4},
     "layers.mixer": {
         "linear.key_heads": 2,
         "linear.value_heads": 4,
         "linear.key_dim": 6,
         "linear.value_dim": 5,
         "linear.conv": 3,
+        "mamba.heads": 4,
+        "mamba.head_dim": 3,
+        "mamba.groups": 2,
+        "mamba.state": 7,
     },
 }
 """What has to change with a field for the model to be one at all."""
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
+    "experts.count": ("experts.shared_ffn",),
     "hidden": ("embedding_scale", "attention.head_dim"),
     "layers.window": ("layers.rotates",),
     "attention.qkv_bias": ("attention.o_bias",),
@@ -57,7 +63,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
     "layers.mixer": ("mamba", "linear", "attention", ("linear", "linear", "attention", "linear")),
-    "layers.mlp": ("experts", "dense", ("dense", "experts", "experts", "dense")),
+    "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),
     "positions.kind": ("rope", "learned", "relative"),

@@ -38,9 +38,12 @@ from tests.strategies import (
     FEATURES,
     SPELLED,
     has_experts,
+    has_indexer,
     has_latent_attention,
     has_linear_attention,
+    has_mamba,
     has_mtp,
+    hybrid_fields,
     sharded_models,
     speaks_of,
 )
@@ -90,6 +93,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "linear.conv": 4,
         }
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
+    if has_mamba(family):
+        return changed(config, hybrid_fields("M*-E"))
     if not has_experts(family):
         return config
     if has_latent_attention(family):
@@ -104,6 +109,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
                 "latent.v_dim": 3,
             },
         )
+    if has_indexer(family):
+        config = changed(config, {"indexer.heads": 3, "indexer.head_dim": 5, "indexer.topk": 1})
     config = changed(config, {"mtp_layers": int(has_mtp(family))})
     experts = {"experts.count": 4, "experts.per_token": 2, "experts.ffn": 2, "experts.shared_ffn": 4}
     config = changed(config, {"layers.mlp": ("dense", "experts"), **experts})
@@ -195,8 +202,8 @@ def split(native: NativeTensor, joined: NDArray[np.int64], into: Labels) -> None
 @pytest.mark.parametrize(("family", "naming"), SPELLED)
 def test_native_names_are_unique_and_shapes_evaluate(family: str, naming: Naming) -> None:
     config = everything(family, naming)
-    names = [native.name for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(2,)))]
-    shapes = [native.shape for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(2,)))]
+    natives = [native for _, _, native in rank_tensors(config, naming, Layout(stage_layers=(config.layer_count,)))]
+    names, shapes = [native.name for native in natives], [native.shape for native in natives]
     assert len(names) == len(set(names)) > 10
     assert all("{" not in name for name in names)
     assert all(size > 0 for shape in shapes for size in shape)
@@ -216,8 +223,8 @@ def test_a_model_with_everything_has_every_row(family: str) -> None:
     configs = every_kind(family)
     either = [
         *configs,
-        *(changed(config, {"latent.q_rank": 0}) for config in configs),
-    ]  # queries made directly, or from a latent vector
+        *(changed(config, {"latent.q_rank": 0}) for config in configs if not has_indexer(family)),
+    ]  # queries made directly, or from a latent vector, which an indexer needs
     for row in families()[family].rows:
         assert any(row.exists(config, layer) for config in either for layer in range(config.layer_count)), row.canonical
 
@@ -602,6 +609,7 @@ def test_the_more_specific_name_of_a_naming_scheme_holds() -> None:
     row = Row("a", ("hidden",), core="usual", core_local="own", core_legacy_grouped="stacked")
     found = {str(naming): row.spelling(naming)[0].name for naming in NAMINGS if naming.scheme == "core"}
     assert found == {
+        "core rope_last": "usual",
         "core": "usual",
         "core local": "own",
         "core grouped": "usual",

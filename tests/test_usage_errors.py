@@ -92,11 +92,16 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, hf"]),
+        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, deepspeed, hf"]),
         ("--dtype fp8", ["'fp8'", "bf16, fp16, fp32"]),
         ("--dtype int8", ["'int8'", "bf16, fp16, fp32"]),
         ("--dtype bf16 --fp16", ["bf16", "fp16", "contradict"]),
         ("--max-memory 0", ["'0'", "256MiB"]),
+        ("--max-memory 10", ["'10'", "256MiB"]),
+        ("--max-shard-size 5", ["'5'", "5GB"]),
+        ("--dist-files 4", ["--dist-files 4", "chooses nothing"]),
+        ("--max-shard-size 1GB", ["--max-shard-size", "chooses nothing", "--saver core"]),
+        ("--base model", ["--base model", "chooses nothing"]),
         ("--max-memory plenty", ["'plenty'", "256MiB"]),
         ("--max-memory 5XB", ["'5XB'", "256MiB"]),
         ("--max-memory=-1", ["'-1'", "256MiB"]),
@@ -115,6 +120,31 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
 def test_an_unknown_word_is_refused_with_the_known_ones(model: Path, options: str, words: list[str]) -> None:
     with unchanged(model.parent):
         assert_refused(convert(model, *options.split()), 2, *words)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--saver hf --tp 2", "--saver hf --pp 2", "--saver hf --ep 2", "--saver hf --layer-split 2,2", "--saver hf --release",
+        "--saver hf --ckpt-format torch_dist", "--saver hf --dist-files 3", "--saver hf --transformer-impl local",
+        "--saver hf --vocab-padding zero", "--saver hf --make-vocab-size-divisible-by 64", "--saver dcp --tp 2",
+        "--saver dcp --max-shard-size 1GB", "--saver llama_mistral --pp 2", "--saver legacy --moe-grouped-gemm",
+        "--saver core --ckpt-format zarr --dist-files 2",
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("_no_reading")
+def test_an_option_that_chooses_nothing_for_the_output_is_refused(model: Path, options: str) -> None:
+    saver, *words = options.split()[1:]
+    with unchanged(model.parent):
+        assert_refused(convert(model, *words, saver=saver), 2, f"chooses nothing for an output of --saver {saver}")
+
+
+@pytest.mark.parametrize(
+    "options", ["--saver hf --tp 1 --pp 1", "--saver hf --ckpt-format torch", "--saver legacy --ep 1"]
+)
+def test_options_that_say_what_there_is_anyway_are_no_error(model: Path, options: str) -> None:
+    saver, *words = options.split()[1:]
+    assert convert(model, *words, "--dry-run", saver=saver).status == 0
 
 
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:

@@ -73,6 +73,8 @@ class Variant:
     """The layouts that it is run at, where not at all of them."""
     quick: tuple[str, ...] = ()
     """Those of them that are not slow, where others are."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Options of the saver that this release of Megatron needs."""
 
 
 QUICK, QUICK_WITH_EXPERTS = ("tp2 pp2",), ("tp2 pp1 ep2",)
@@ -124,6 +126,13 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+MAMBA: dict[str, Any] = {
+    "head_dim": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 4,
+    "ssm_state_size": 5,
 }
 ROTATIONS: dict[str, dict[str, Any]] = {
     "whole heads rotate": {
@@ -260,6 +269,10 @@ VARIANTS = {
     "ernie4_5": Variant(
         "ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True}, {"rotary base": rope(10000.0)}, quick=QUICK
     ),
+    "nemotron_h": Variant(
+        "nemotron_h", {**MAMBA, "hybrid_override_pattern": "M*-M"}, {"epsilon": {"layer_norm_epsilon": 1e-2}},
+        ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
+    ),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -286,6 +299,17 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
     "rms_norm_eps": 1e-6,
+}
+INDEXER = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 8}
+FOR_0_16 = {"indexer_for": "0.16"}
+LLAMA4: dict[str, Any] = {
+    "num_local_experts": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 88,
+    "head_dim": 12,
+    "moe_layers": [1, 3],
+    "no_rope_layers": [1, 1, 0, 1],
+    "use_qk_norm": False,
 }
 MIXTURES = {
     "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -345,6 +369,29 @@ MIXTURES = {
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
     ),
+    "llama4": Variant(
+        "llama4_text", LLAMA4,
+        {"all layers rotate": {"no_rope_layers": [1] * 4, "layer_types": ["chunked_attention"] * 4},
+         "norms of q and k": {"use_qk_norm": True}, "one base": rope(10000.0)},
+        quick=QUICK_WITH_EXPERTS,
+    ),
+    "llama4, norms of q and k": Variant(
+        "llama4_text", {**LLAMA4, "use_qk_norm": True, "no_rope_layers": [1, 0, 1, 1]},
+        {"none": {"use_qk_norm": False}, "epsilon": {"rms_norm_eps": 1e-5}}, ("tp1 pp2 ep2", "tp2 pp1 ep4 etp1"), ("tp1 pp2 ep2",),
+    ),
+    "deepseek_v32": Variant(
+        "deepseek_v32", {**LATENT, **INDEXER},
+        {"other half of positions": {"index_topk": 4}, "all positions": {"index_topk": 64}, "rotary base": rope(10000.0)},
+        quick=QUICK_WITH_EXPERTS, extra=FOR_0_16,
+    ),
+    "deepseek_v32, yarn": Variant(
+        "deepseek_v32", {**LATENT, **INDEXER, **rope(5000.0, **YARN)}, {"no scaling": rope(5000.0)}, ("tp1 pp2 ep2",), extra=FOR_0_16
+    ),
+    "glm_moe_dsa": Variant(
+        "glm_moe_dsa", {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1},
+        {"all positions": {"index_topk": 64}, "no factor on the experts": {"routed_scaling_factor": 1.0}},
+        quick=("tp1 pp2 ep2",), extra=FOR_0_16,
+    ),
     "glm4_moe_lite": Variant(
         "glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"] * 2},
         {"no factor on the experts": {"routed_scaling_factor": 1.0}}, quick=QUICK_WITH_EXPERTS,
@@ -375,6 +422,12 @@ MIXTURES = {
          "window on the other layers": {"layer_types": ["full_attention", "sliding_attention"] * 2}},
         quick=QUICK_WITH_EXPERTS,
     ),
+    "nemotron_h, experts": Variant(
+        "nemotron_h",
+        {**MAMBA, "hybrid_override_pattern": "ME*E", "n_routed_experts": 4, "moe_intermediate_size": 48,
+         "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5},
+        {"no factor on the experts": {"routed_scaling_factor": 1.0}}, ("tp2 pp1 ep2", "tp1 pp2 ep2"), QUICK_WITH_EXPERTS,
+    ),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 NAMED = {
@@ -399,6 +452,8 @@ def create(variant: Variant, directory: Path) -> None:
     sizes = {**GPT2_SIZES} if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
     if any(name in variant.settings for name in OTHER_EPSILONS):
         del sizes["rms_norm_eps"]
+    if variant.model_type == "nemotron_h":  # whose epsilon is Megatron's own, and which knows no positions
+        del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

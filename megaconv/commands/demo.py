@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from formats.safetensors import SafetensorsLayout
 from megaconv.commands.comparison import diff_sources
 from megaconv.commands.inspection import inspect
 from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
 from megaconv.engine.plan import default_workers
+from megaconv.engine.rounding import rounded
 from megaconv.errors import ModelsDiffer
 from megaconv.families.llama import FAMILY
 from megaconv.model.layout import Chunk, Layout
@@ -32,19 +36,28 @@ _CONFIG = {
 
 def make_model(path: Path) -> None:
     """A Llama with random weights and a byte-pair tokenizer, as transformers would save it."""
-    import torch
-    from safetensors.torch import save_file
-
     path.mkdir(parents=True)
     vocab = _make_tokenizer(path)
     config = _CONFIG | {"vocab_size": vocab}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n")
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(shape, generator=generator).mul(0.02).bfloat16() for name, shape in _shapes(config).items()
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _write_weights(path / "model.safetensors", _shapes(config))
+
+
+def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Random bfloat16, the same every time."""
+    layout, random = (
+        SafetensorsLayout({name: (shape, "bfloat16") for name, shape in shapes.items()}),
+        np.random.default_rng(0),
+    )
+    with path.open("wb") as file:
+        for offset, data in layout.headers({}):
+            file.seek(offset)
+            file.write(data)
+        for name, shape in shapes.items():
+            file.seek(layout.records[name].offset)
+            values = random.standard_normal(shape, np.float32) * np.float32(0.02)
+            file.write(rounded(values.reshape(-1), "bfloat16").tobytes())
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -11,10 +12,11 @@ from typing import Any
 
 from formats.signals import ENDING
 from megaconv.commands.endings import errors_reported, say
-from megaconv.errors import Interrupted
+from megaconv.errors import CODES, Interrupted
 from megaconv.terminal import log_to_stderr
 
 _AGAIN_SECONDS = 0.01
+_INTERRUPTED = CODES["interrupted"].exit_status
 
 
 def run(command: Callable[[], Any]) -> None:
@@ -34,7 +36,15 @@ def run(command: Callable[[], Any]) -> None:
         sys.unraisablehook = hook
         gc.freeze()  # or the interpreter would look through everything once more before it ends
         gc.enable()
-    sys.exit(_flush(status))
+    status = _flush(status)
+    if status == _INTERRUPTED and _threads_at_work():
+        os._exit(status)
+    sys.exit(status)
+
+
+def _threads_at_work() -> bool:
+    """Whether a library's pool has threads in the middle of something, an upload say, which the interpreter would wait for."""
+    return any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate())
 
 
 def _flush(status: Any) -> Any:
@@ -66,6 +76,12 @@ def _prepare() -> None:
     sys.unraisablehook = _hand_on
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, whose threads would spin on the other processors
     gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
+
+
+def heed_signals() -> None:
+    """Again, after ignore_signals(), where something long follows after all."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _interrupt)
 
 
 def ignore_signals() -> None:

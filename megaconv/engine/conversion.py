@@ -13,10 +13,12 @@ from typing import Any
 
 from formats.opened import OpenedFiles
 from formats.staging import Staging
-from formats.tensor import LazyTensor
+from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
+from megaconv.engine.adapters.merging import MergedSource, merge
 from megaconv.engine.cast import CastSource, dtype_name
+from megaconv.engine.completeness import completeness_notices, missing_parts
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
@@ -25,13 +27,14 @@ from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, recor
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.shifted import PlainSource
 from megaconv.engine.sidecars import code_left_out
+from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
 from megaconv.hub import Place, resolve
-from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LOSSES, LoadOptions, SaveOptions
+from megaconv.model.ir import Header, Key, Source, main_dtype
+from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
@@ -57,6 +60,8 @@ class ConvertOptions:
     overwrite: bool = False
     check_source: bool = True
     """Whether a source that has a megaconv.json has to be what that says."""
+    adapters: tuple[AdapterChoice, ...] = ()
+    """Merged into the weights, in this order."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
 
@@ -80,15 +85,23 @@ class Report:
     verified: bool = False
     code: tuple[str, ...] = ()
     """Python files that lie beside the source."""
+    missing: tuple[str, ...] = ()
+    """What an output of transformers' lacks (`engine/completeness.py`): `tokenizer`, `generation_config.json`, `eos_token_id`."""
     check: SourceCheck = field(default_factory=SourceCheck, repr=False)
     """What the source's own record says."""
+    adapters: tuple[Mapping[str, Any], ...] = ()
+    """Those that were merged into the weights, as megaconv.json says it."""
+    merging: tuple[str, ...] = ()
+    """The same for people."""
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should know about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
         code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
-        return (*((LEFT_OUT,) if left_out else ()), *self.check.notices, *code, *self.plan.notices)
+        optimizer = (LEFT_OUT,) if left_out else ()
+        incomplete = completeness_notices(self.header, self.missing)
+        return (*incomplete, *self.merging, *optimizer, *self.check.notices, *code, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -109,12 +122,14 @@ class Report:
             "tensors": len(self.header.manifest),
             "files": self.files,
             "from_base": list(self.plan.from_base),
+            "adapters": list(self.adapters),
             "bytes": self.nbytes,
             "memory_bytes": self.memory,
             "seconds": round(self.seconds, 3),
             "fingerprint": self.fingerprint.weights if self.fingerprint else None,
             "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,
             "notices": list(self.notices),
+            "missing": list(self.missing),
             "verified": self.verified,
         }
 
@@ -163,8 +178,9 @@ def prepare(
     for word in options.save.allow_lossy:
         if word not in LOSSES:
             raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
-    if options.save.base is not None and saver != "hf":
-        raise UsageError(f"--base: is for outputs of --saver hf; {saver} holds what the source holds")
+    uses = getattr(registry.saver(saver), "uses", None)
+    if uses is not None:
+        refuse_unused(saver, uses(options.save), options.save)
     source, extra = open_input(load_dir, saver, options)
     written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
@@ -172,23 +188,56 @@ def prepare(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
-    if options.dtype is not None:
-        source = CastSource(source, dtype_name(options.dtype), overflow="overflow" in options.save.allow_lossy)
+    source, merged = _changed(source, options)
     files = options.save.files or _workers(options) * processes
     rounds = "out_norm" in options.save.allow_lossy
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
         source = PlainSource(source, exact=not rounds)
+    source = _stored(source, saver, options)
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None
-        check = check_source(place, written, source.header.manifest, other_shapes=overridden)
+        altered = (merged.changed if merged else frozenset()) | getattr(source, "changed", frozenset())
+        check = check_source(place, written, source.header.manifest, other_shapes=overridden, altered=altered)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
     blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
-    size = len(record_json(str(load_dir), saver, source.header, plan, blank))
+    adapters = tuple(each.to_json() for each in merged.merged) if merged else ()
+    size = len(record_json(str(load_dir), saver, source.header, plan, blank, adapters))
     described = options.load.config or place
     code = () if isinstance(described, str) else code_left_out(described)
-    return source, Report(source.header, plan, Path(save_dir), memory, size, code=code, check=check)
+    missing = missing_parts(source.header, plan) if options.save.base is None else ()
+    report = Report(
+        source.header, plan, Path(save_dir), memory, size, code=code, missing=missing, check=check, adapters=adapters
+    )
+    return source, replace(report, merging=merged.notices if merged else ())
+
+
+def _changed(source: Source, options: ConvertOptions) -> tuple[Source, MergedSource | None]:
+    """(the source with its adapters merged, in the dtype asked for; its part that merges, if there is any).
+
+    Adapters are merged in the wider of the two dtypes: nothing is rounded that is to be added to.
+    """
+    cast = None if options.dtype is None else dtype_name(options.dtype)
+    overflow = "overflow" in options.save.allow_lossy
+    if not options.adapters:
+        return (source if cast is None else CastSource(source, cast, overflow)), None
+    widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
+    merged = merge(CastSource(source, cast, overflow) if cast and widens else source, options.adapters)
+    return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
+
+
+def _stored(source: Source, saver: str, options: ConvertOptions) -> Source:
+    """As the output stores it, where its saver says how (`forms`)."""
+    found = registry.saver(saver)
+    forms = getattr(found, "forms", None)
+    if forms is None:
+        return source
+    if options.verify:
+        raise UsageError(f"--verify: an output of --saver {saver} can't be read back; leave it out")
+    takes = {key: value for key, value in options.all_extra().items() if key in registry.options_of(found)}
+    save = replace(options.save, extra=takes)
+    return StoredSource(source, forms(source.header, save), overflow="overflow" in options.save.allow_lossy)
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
@@ -200,7 +249,9 @@ def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
             f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
-    wanted = can_hold and options.optimizer is not False and not options.save.release
+    if options.optimizer and options.adapters:
+        raise UsageError("--optimizer: its state no longer goes with weights that --adapter changes; leave it out")
+    wanted = can_hold and options.optimizer is not False and not options.save.release and not options.adapters
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
         dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
@@ -214,15 +265,17 @@ def convert(
     options: ConvertOptions,
     advance: Callable[[int], None] = lambda count: None,
     ranks: Ranks = ALONE,
+    planned: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError.
 
+    planned: called once, before the first byte is written, with what will be done.
     ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
     """
     complete: list[str] = []
     try:
         with ranks:
-            return _convert(load_dir, save_dir, saver, options, advance, ranks, complete)
+            return _convert(load_dir, save_dir, saver, options, advance, ranks, planned, complete)
     except BaseException as error:
         if complete and is_interruption(error):
             kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
@@ -239,6 +292,7 @@ def _convert(
     options: ConvertOptions,
     advance: Callable[[int], None],
     ranks: Ranks,
+    planned: Callable[[Report], None],
     complete: list[str],
 ) -> Report:
     """complete: where save_dir is entered when the output is there, whatever happens then."""
@@ -246,17 +300,19 @@ def _convert(
     refuse_place(save_dir)
     staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
     place = resolve(str(load_dir))
-    refuse_loss(save_dir, place, (options.load.config, options.save.base), RECORD_NAME)
+    others = (options.load.config, options.save.base, *(Path(each.place) for each in options.adapters))
+    refuse_loss(save_dir, place, others, RECORD_NAME)
     opened = OpenedFiles()
     with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
-    asked = [options.dtype, options.all_extra(), _revision(place, source.header, options)]
+    asked = [options.dtype, options.adapters, options.all_extra(), _revision(place, source.header, options)]
     ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver, staging.target, options)))
     # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
     identity = _digest(asked, opened.listing(), opened.inode_changes())
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
+    planned(report)
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     try:
         with opened:
@@ -275,7 +331,8 @@ def _convert(
             staging.keep()
         else:
             record = staging.file(RECORD_NAME, report.record_bytes)
-            record.write(0, record_json(str(load_dir), saver, source.header, report.plan, fingerprint))
+            written = record_json(str(load_dir), saver, source.header, report.plan, fingerprint, report.adapters)
+            record.write(0, written)
             staging.commit()
     except BaseException as error:
         # An interrupted run is worth keeping only for somebody who said that they'd resume it.

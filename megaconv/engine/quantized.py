@@ -20,7 +20,7 @@ import numpy as np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
 from megaconv.engine.cast import CastTensor
 from megaconv.engine.rounding import Floats, rounded
-from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
@@ -90,7 +90,7 @@ def dequantize(
     """The same tensors with plain ones in place of quantized ones and their scales.
 
     config: config.json. dtype: of what was quantized; None: bfloat16. overflow: as for CastTensor, of float16. Raises
-    NotExpressible for another method, TensorMismatch for scales that are missing or don't fit.
+    UnsupportedInput for another method, TensorMismatch for scales that are missing or don't fit.
     """
     if dtype == "float16":
         wide = dequantize(tensors, config, "float32", where)
@@ -109,7 +109,7 @@ def dequantize(
 def _fp8_block(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
     block = quantization.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
-        raise NotExpressible(
+        raise UnsupportedInput(
             f"{where}: fp8 weights with weight_block_size {block!r}; only blocks of rows and columns are supported"
         )
     return block[0], block[1]

@@ -23,6 +23,7 @@ from typing import Any
 from formats.signals import ENDING
 from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import CheckpointError, Interrupted, UsageError, is_interruption
+from megaconv.torch_extra import require_torch
 
 JOIN_SECONDS = 60
 """How long ranks wait for each other at the beginning, and how long one may be silent later."""
@@ -116,6 +117,7 @@ class Joined(Ranks):
     def _join(self) -> None:
         """Raises CheckpointError when the others don't come."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it prints pages when a rank dies; we say it in a line
+        require_torch("a conversion by several processes")
         from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import init_process_group
         from torch.distributed.rendezvous import rendezvous

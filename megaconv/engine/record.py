@@ -4,11 +4,12 @@
 "tensors"         the fingerprint of each, by canonical name
 "shapes"          `bfloat16[32,131]`, by the same names
 "files"           hashes (BLAKE3) of configuration, tokenizer and other small files, by their path below it
+"adapters"        those that were merged into the weights: path, weight, hashes (SHA-256)
 "version"         the Megatron iteration that all this is about: `iter_0000005`, `release`
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -93,11 +94,19 @@ def described(info: TensorInfo) -> str:
     return f"{info.dtype}[{','.join(map(str, info.shape))}]"
 
 
-def record_json(source_path: str, saver: str, header: Header, plan: OutputPlan, fingerprint: Fingerprint) -> bytes:
-    """What megaconv.json says. As long for one fingerprint as for any other."""
+def record_json(
+    source_path: str,
+    saver: str,
+    header: Header,
+    plan: OutputPlan,
+    fingerprint: Fingerprint,
+    adapters: Sequence[Mapping[str, Any]] = (),
+) -> bytes:
+    """What megaconv.json says. As long for one fingerprint as for any other. adapters: that were merged into the weights."""
     record = {
         "megaconv": __version__,
         "source": {"path": source_path, "kind": header.source},
+        **({"adapters": list(adapters)} if adapters else {}),
         "saver": saver,
         "family": header.config.family,
         "fingerprint": fingerprint.weights,
@@ -151,6 +160,15 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     return Record(root, whole, *tables), version
 
 
+def source_of(record: Record) -> Mapping[str, Any]:
+    """What a record says its output was made of: `path`, `kind`, and `adapters` where any were merged."""
+    found = read_json(record.root / RECORD_NAME, RECORD_BYTES)
+    source = found.get("source") if isinstance(found, dict) else None
+    adapters = found.get("adapters") if isinstance(found, dict) else None
+    known = dict(source) if isinstance(source, dict) else {}
+    return known | ({"adapters": adapters} if isinstance(adapters, list) else {})
+
+
 def _opened_version(path: Path) -> str:
     """The name of the directory of the iteration that is opened at path."""
     found = path if (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
@@ -200,10 +218,12 @@ def check_source(
     streamed: Mapping[Key, TensorInfo] | None = None,
     *,
     other_shapes: bool = False,
+    altered: Collection[Key] = (),
 ) -> SourceCheck:
     """Look at the record of an opened source, if it has one. Raises CorruptCheckpoint where names or shapes are not as recorded.
 
     written: its manifest. streamed: in the dtypes that are asked for. other_shapes: the user has said what vocabulary it has.
+    altered: tensors that something else is merged into.
     """
     record = find_record(place)
     if record is None:
@@ -216,6 +236,7 @@ def check_source(
             f"{len(missing)} tensors are not as written: {listing([f'{name} {what}' for name, what in missing.items()])}",
         )
     cast = {str(key) for key, info in written.items() if streamed is not None and streamed.get(key) != info}
+    cast |= {str(key) for key in altered}
     notices = [
         f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
         for name, kind in record.changed_files().items()

@@ -78,12 +78,18 @@ def copies(files: Mapping[str, Path]) -> dict[str, PlainFile]:
 
 def read_sidecar(path: Path) -> bytes:
     """Raises UnsafeContent for a link that leads out of its directory: what it leads to may be nobody's to pass on."""
-    real, directory = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
-    if directory not in real.parents and not _is_of_hub(real):
+    elsewhere = leads_out(path)
+    if elsewhere is not None:
         raise UnsafeContent(
-            f"{path}: is a link to {real}, outside of the model's directory; put the file itself there, or remove the link"
+            f"{path}: is a link to {elsewhere}, outside of the model's directory; put the file itself there, or remove the link"
         )
     return read_small(path, SIDECAR_BYTES)
+
+
+def leads_out(path: Path) -> Path | None:
+    """Where a link leads that leaves its directory; None for other files, and in the Hub's own cache."""
+    real, directory = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
+    return None if directory in real.parents or _is_of_hub(real) else real
 
 
 def _is_of_hub(path: Path) -> bool:

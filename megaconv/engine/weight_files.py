@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from formats import safetensors, torch_zip
 from formats.errors import CorruptCheckpoint
@@ -15,7 +16,7 @@ from megaconv.families import Family
 from megaconv.model.check import listing, same_names
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.ir import Key
+from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
@@ -82,10 +83,16 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
 
 
 def whole_model(
-    family: Family, config: ModelConfig, naming: Naming, found: Mapping[str, LazyTensor], where: str
+    family: Family,
+    config: ModelConfig,
+    naming: Naming,
+    found: Mapping[str, LazyTensor],
+    where: str,
+    slots: Mapping[str, Mapping[str, LazyTensor]] = MappingProxyType({}),
 ) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
     """The canonical tensors of a model that isn't sharded, and its configuration completed by them. where: for messages.
 
+    slots: the optimizer's tensors by slot and native name, of the parameters that have any; each comes behind its weight.
     Raises TensorMismatch for tensors that are missing, unknown or misshapen.
     """
     patterns = (*family.ignored, *family.left_out)
@@ -102,7 +109,15 @@ def whole_model(
     natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
-    return config, assemble(canonical_shapes(family.rows, config), placed, strict=True)
+    shapes = canonical_shapes(family.rows, config)
+    tensors = assemble(shapes, placed, strict=True)
+    for slot, held in slots.items():
+        of_slot = [Placed(native, held[native.name], where) for native in natives if native.name in held]
+        tensors |= assemble(shapes, of_slot, strict=True, slot=slot)
+    if not slots:
+        return config, tensors
+    order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
+    return config, {key: tensors[key] for key in order if key in tensors}
 
 
 def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:

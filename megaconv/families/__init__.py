@@ -92,8 +92,8 @@ REFUSED = {
         "of Gemma 3, only the models for text alone (Gemma3ForCausalLM) are supported, not those that see, and not Gemma 3n",
     ),
     **dict.fromkeys(
-        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-        "Llama 4 scales queries by their position, for which Megatron core has no layer",
+        ("Llama4ForConditionalGeneration",),
+        "of Llama 4, only the models for text alone (Llama4ForCausalLM) are supported, not those that see",
     ),
     **dict.fromkeys(
         (

@@ -48,5 +48,5 @@ _ONLY = {
 FAMILY = Family(
     "deepseek_v2", ("DeepseekV2ForCausalLM",), "deepseek_v2", ROWS, keys=_KEYS,
     fixed=LLAMA_LIKE | {"experts.renormalize": False}, only=_ONLY, ignored=IGNORED, features=("mla",),
-    recognized="mla mixture !sigmoid_router !router_bias", notices=one_epsilon,
+    recognized="mla mixture !sigmoid_router !router_bias !indexer", notices=one_epsilon,
 )  # fmt: skip

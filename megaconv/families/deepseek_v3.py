@@ -135,5 +135,5 @@ _ONLY = {
 FAMILY = Family(
     "deepseek_v3", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), "deepseek_v3", ROWS, keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID}, only=_ONLY, ignored=IGNORED, features=("mla", "q_latent"), complete=without_missing,
-    recognized="mla mixture sigmoid_router router_bias", other_types=("kimi_k2",), notices=one_epsilon,
+    recognized="mla mixture sigmoid_router router_bias !indexer", other_types=("kimi_k2",), notices=one_epsilon,
 )  # fmt: skip

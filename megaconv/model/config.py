@@ -18,9 +18,9 @@ class LayerKind:
     """What one layer of the decoder (or of the only stack) is made of."""
 
     mixer: str = "attention"
-    """What mixes tokens: `attention`, or `linear` (a gated delta net)."""
+    """What mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (a Mamba 2), or `none` in a layer that is an MLP alone."""
     mlp: str = "dense"
-    """`dense`, or `experts`."""
+    """`dense`, `experts`, or `none` in a layer that is a mixer alone."""
     window: int | None = None
     """Number of positions that a token attends to, itself included; None for all."""
     rotates: bool = True
@@ -38,6 +38,8 @@ class Attention:
     """Whether q and k are normed before they rotate."""
     qk_norm_width: str = "head"
     """What one such norm is over: each `head` alone, or `all` heads of a projection at once."""
+    qk_l2_norm: bool = False
+    """Whether q and k of layers that rotate are divided by the root of the mean of their squares: a norm without weights."""
     sinks: bool = False
     """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
     scale: float | None = None
@@ -63,6 +65,18 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Of layers whose mixer is `mamba`: Mamba 2 (arXiv 2405.21060), with a convolution over 4 positions; all 0 in models without."""
+
+    heads: int = 0
+    head_dim: int = 0
+    groups: int = 0
+    """Of heads, each of which has one B and one C."""
+    state: int = 0
+    """Elements of B and of C."""
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); all 0 without."""
 
@@ -77,11 +91,24 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Of latent attention, which then is sparse: it chooses the positions that a token attends to (DeepSeek V3.2); all 0 without."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Of which `latent.rope_dim` elements rotate."""
+    topk: int = 0
+    """Positions that are chosen for each token."""
+    interleaved: bool = False
+    """Whether an element rotates with its neighbour, and not with the one half of those that rotate further."""
+
+
+@dataclass(frozen=True)
 class Positions:
     """How a model knows a token's position."""
 
     kind: str = "rope"
-    """`rope`, `learned` (a table of max_positions rows) or `relative` (biases on attention scores)."""
+    """`rope`, `learned` (a table of max_positions rows), `relative` (biases on attention scores) or `none`."""
     theta: float = 10000.0
     local_theta: float | None = None
     """Of layers with a window, where they have a base of their own; `scaling` is then of the other layers alone."""
@@ -149,6 +176,8 @@ class Experts:
     """Experts are chosen from the best group_topk of `groups` groups; None without groups."""
     router_bias: bool = False
     """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
+    probs_on_input: bool = False
+    """Whether those weights scale what experts are given, and not what they give."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +217,9 @@ class ModelConfig:
     norm: Norm = field(default_factory=Norm)
     positions: Positions = field(default_factory=Positions)
     latent: LatentAttention = field(default_factory=LatentAttention)
+    indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
+    mamba: Mamba = field(default_factory=Mamba)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
     head: Head = field(default_factory=Head)
@@ -229,7 +260,12 @@ class ModelConfig:
                 f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
             )
             raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
+        indexer = self.indexer
+        if indexer.heads and not (latent.q_rank and indexer.head_dim >= latent.rope_dim > 0 and indexer.topk > 0):
+            what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
+            raise CorruptCheckpoint(f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate")
         self._check_linear()
+        self._check_mamba()
 
     def _check_linear(self) -> None:
         linear = self.linear
@@ -241,6 +277,13 @@ class ModelConfig:
             raise CorruptCheckpoint(
                 f"the model's linear attention can't have {what} and a convolution over {linear.conv} positions"
             )
+
+    def _check_mamba(self) -> None:
+        mamba = self.mamba
+        sizes = (mamba.heads, mamba.head_dim, mamba.groups, mamba.state)
+        if any(kind.mixer == "mamba" for kind in self.layers) and (not all(sizes) or mamba.heads % mamba.groups):
+            what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
+            raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
 
     @property
     def layer_count(self) -> int:
@@ -303,11 +346,17 @@ SIZES: Mapping[str, Size] = {
     "q_rank": Size("latent.q_rank"),
     "rope_dim": Size("latent.rope_dim"),
     "v_dim": Size("latent.v_dim"),
+    "index_heads": Size("indexer.heads"),
+    "index_dim": Size("indexer.head_dim"),
     "linear_key_heads": Size("linear.key_heads"),
     "linear_value_heads": Size("linear.value_heads"),
     "linear_key_dim": Size("linear.key_dim"),
     "linear_value_dim": Size("linear.value_dim"),
     "linear_conv": Size("linear.conv"),
+    "mamba_heads": Size("mamba.heads"),
+    "mamba_head_dim": Size("mamba.head_dim"),
+    "mamba_groups": Size("mamba.groups"),
+    "mamba_state": Size("mamba.state"),
 }
 """Name in shapes -> the size."""
 
@@ -331,6 +380,7 @@ FEATURES: Mapping[str, Holds] = {
     "o_bias": lambda config, kind, layer: config.attention.o_bias,
     "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
     "wide_qk_norm": lambda config, kind, layer: config.attention.qk_norm and config.attention.qk_norm_width == "all",
+    "qk_l2_norm": lambda config, kind, layer: config.attention.qk_l2_norm,
     "qkv_alone": lambda config, kind, layer: config.attention.qkv_bias and not config.attention.o_bias,
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
@@ -340,6 +390,7 @@ FEATURES: Mapping[str, Holds] = {
     "sinks": lambda config, kind, layer: config.attention.sinks,
     "output_gate": lambda config, kind, layer: config.attention.output_gate,
     "linear_layers": lambda config, kind, layer: any(each.mixer == "linear" for each in config.layers),
+    "mamba_layers": lambda config, kind, layer: any(each.mixer == "mamba" for each in config.layers),
     "mlp_bias": lambda config, kind, layer: config.mlp.bias,
     "gated": lambda config, kind, layer: config.mlp.gated,
     "plain": lambda config, kind, layer: not config.mlp.gated,
@@ -351,11 +402,14 @@ FEATURES: Mapping[str, Holds] = {
     "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
     "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,
     "q_direct": lambda config, kind, layer: config.latent.q_rank == 0,
+    "indexer": lambda config, kind, layer: config.indexer.heads > 0,
+    "interleaved_indexer": lambda config, kind, layer: config.indexer.interleaved,
     "mixture": lambda config, kind, layer: config.experts.count > 0,
     "sigmoid_router": lambda config, kind, layer: config.experts.score == "sigmoid",
     "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,
     "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
     "router_bias": lambda config, kind, layer: config.experts.router_bias,
+    "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
     "token_types": lambda config, kind, layer: config.token_types > 0,
     "binary_head": lambda config, kind, layer: config.head.binary,
@@ -366,8 +420,9 @@ FEATURES: Mapping[str, Holds] = {
     # of a layer
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
+    "mamba": lambda config, kind, layer: kind.mixer == "mamba",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
-    "dense": lambda config, kind, layer: not (config.experts.count and kind.mlp == "experts"),
+    "dense": lambda config, kind, layer: kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts"),
     "window": lambda config, kind, layer: kind.window is not None,
     "first_layer": lambda config, kind, layer: layer == 0,
     "later_layer": lambda config, kind, layer: layer > 0,

@@ -12,9 +12,11 @@ from megaconv.model.config import (
     Encoder,
     Experts,
     Head,
+    Indexer,
     LatentAttention,
     LayerKind,
     LinearAttention,
+    Mamba,
     ModelConfig,
     Norm,
     Positions,
@@ -27,7 +29,9 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "norm": Norm,
     "positions": Positions,
     "latent": LatentAttention,
+    "indexer": Indexer,
     "linear": LinearAttention,
+    "mamba": Mamba,
     "experts": Experts,
     "encoder": Encoder,
     "head": Head,
@@ -64,7 +68,9 @@ STRUCTURE = (
     ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+    *("indexer.heads", "indexer.head_dim"),
     *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),
+    *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
 )
 """What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
 
@@ -118,7 +124,11 @@ def changed(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
 def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> Any:
     """A field of layers: one value for the numbered layers and another for the rest."""
     chosen = set(layers)
-    values = tuple(inside if layer in chosen else outside for layer in range(count))
+    return one_or_each(tuple(inside if layer in chosen else outside for layer in range(count)))
+
+
+def one_or_each(values: tuple[Any, ...]) -> Any:
+    """A field of layers: one value where all layers have it, else each layer's."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -141,11 +151,13 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
         without_effect.add("positions.local_theta")
     if not config.has("linear_layers"):
         without_effect |= {name for name in FIELDS if name.startswith("linear.")}
+    if not config.has("mamba_layers"):
+        without_effect |= {name for name in FIELDS if name.startswith("mamba.")}
+    if not config.indexer.heads:
+        without_effect |= {name for name in FIELDS if name.startswith("indexer.") and name != "indexer.heads"}
     if not config.experts.count:
-        without_effect |= {
-            "layers.mlp",
-            *(name for name in FIELDS if name.startswith("experts.") and name != "experts.count"),
-        }
+        without_effect |= {name for name in FIELDS if name.startswith("experts.") and name != "experts.count"}
+        values["layers.mlp"] = one_or_each(tuple("none" if kind.mlp == "none" else "dense" for kind in config.layers))
     if config.experts.count and not config.layers_with("dense"):
         without_effect.add("mlp.ffn")
     if values["experts.groups"] == 1:

@@ -57,6 +57,8 @@ class Header:
     training: TrainingState = field(default_factory=TrainingState)
     files: Mapping[str, Path] = field(default_factory=dict)
     """Small files that travel along unread: tokenizer, generation configuration. By file name."""
+    named_tokenizer: str = ""
+    """The path or Hub name that Megatron's arguments have for the tokenizer, where nothing else of the original is known."""
     vocab_divisor: int | None = None
     """What the source pads its vocabulary to a multiple of (times tensor-parallel size); None where it doesn't."""
     source: str = ""

@@ -20,6 +20,7 @@ from megaconv.model.table import (
     Fused,
     Halves,
     OtherAxis,
+    RopeLast,
     RotaryPairs,
     Row,
     Separate,
@@ -95,6 +96,7 @@ def templates(row: Row, spelled: tuple[Separate, ...], rank: Rank) -> Iterator[T
                 if isinstance(spelling, RotaryPairs) and member in spelling.rotating:
                     native = _rearranged(native, pairs=rank.sizes["head_dim"])
                 native = _rearranged(native, halves=True) if isinstance(spelling, Halves) else native
+                native = _rope_last(native, spelling, rank) if isinstance(spelling, RopeLast) else native
                 native = native._replace(shift=spelling.by) if isinstance(spelling, Shifted) else native
                 yield Template(native, row.of_experts)
 
@@ -131,6 +133,18 @@ def _rearranged(native: NativeTensor, *, pairs: int = 0, halves: bool = False) -
         for name, regions in native.parts.items()
     }
     return native._replace(parts=parts)
+
+
+def _rope_last(native: NativeTensor, spelling: RopeLast, rank: Rank) -> NativeTensor:
+    """Each head's first rows, which rotate, behind its others. Every rank holds all heads."""
+    head, rope = rank.whole["index_dim"], rank.whole["rope_dim"]
+    ((name, (whole,)),) = native.parts.items()
+    regions = list[Region]()
+    for first in range(0, whole.box.rows, head):
+        turning = Region(whole.box._replace(row0=first, row1=first + rope), first + head - rope)
+        still = Region(whole.box._replace(row0=first + rope, row1=first + head), first)
+        regions += [turning._replace(pairs=rope if spelling.halves else 0), *([still] if still.box.rows else [])]
+    return native._replace(parts={name: tuple(regions)})
 
 
 def _fused(row: Row, spelling: Fused, members: tuple[int, ...], rank: Rank) -> NativeTensor:

@@ -24,6 +24,8 @@ SHARDED = (
     Sharded("kv_heads", "tp"),
     Sharded("linear_key_heads", "tp", when="linear"),
     Sharded("linear_value_heads", "tp", when="linear"),
+    Sharded("mamba_heads", "tp", when="mamba"),
+    Sharded("mamba_groups", "tp", when="mamba"),
     Sharded("ffn", "tp", when="dense"),
     Sharded("shared_ffn", "tp"),
     Sharded("moe_ffn", "etp", when="moe"),

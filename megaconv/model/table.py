@@ -87,6 +87,14 @@ class Shifted(Separate):
 
 
 @dataclass(frozen=True)
+class RopeLast(Separate):
+    """Rows of an indexer's heads, which have those that rotate first, with these at each head's end."""
+
+    halves: bool
+    """Whether the second half of those that rotate belongs to the first, so that they become pairs of neighbours."""
+
+
+@dataclass(frozen=True)
 class OtherAxis(Separate):
     """A tensor that this naming scheme's tensor parallelism shards along another axis than the row says."""
 

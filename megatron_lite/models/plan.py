@@ -49,6 +49,7 @@ NOT_COMPUTED = {
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
     "wide_qk_norm": "norms of q and k over all heads",
+    "qk_l2_norm": "q and k divided by their L2 norm",
     "scaled_scores": "attention scores with a scale of their own",
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",

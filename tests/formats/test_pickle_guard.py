@@ -6,6 +6,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from io import BytesIO
@@ -17,9 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from formats.errors import CheckpointError, CorruptCheckpoint, UnsafeContent
+from formats.pickle_globals import UnsafeCallError
 from formats.pickle_guard import Global, NumpyArray, Opaque, StorageType, TensorRecord, TorchDtype, load, load_at
+from formats.pickle_machine import Machine
+from formats.pickle_opcodes import HANDLERS
+from formats.pickle_run import run
 
 PROTOCOLS = range(6)
 
@@ -474,6 +481,54 @@ def test_any_changed_byte_gives_a_value_or_our_error(changes: list[tuple[int, in
         data[index] = byte
     with suppress(CheckpointError):
         read(bytes(data))
+
+
+CHUNKS = pickle.dumps(
+    {
+        MetadataIndex(f"layer.{n}", torch.Size((n, 0)), n): _StorageInfo(f"__{n}_0.distcp", 300 * n, 2**40 + n)
+        for n in range(4)
+    }
+)
+
+
+def by_handlers(data: bytes) -> object:
+    """What the handlers make of a pickle, without the loop's own ways."""
+    machine = Machine(data, 0, lambda identity: identity, lambda record: record)
+    while machine.position < machine.end:
+        machine.position += 1
+        code = data[machine.position - 1]
+        if code == ord("."):
+            return machine.stack.pop()
+        HANDLERS[code](machine)
+    raise ValueError("no end")
+
+
+def by_loop(data: bytes) -> object:
+    return run(Machine(data, 0, lambda identity: identity, lambda record: record))
+
+
+def outcome(reader: Callable[[bytes], object], data: bytes) -> str:
+    try:
+        return repr(reader(data))
+    except Exception as error:
+        return "unsafe" if isinstance(error, UnsafeCallError) else "refused"
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from([VALID, CHUNKS]),
+    st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=4),
+)
+def test_the_loop_does_without_calls_what_the_handlers_do(data: bytes, changes: list[tuple[int, int]]) -> None:
+    changed = bytearray(data)
+    for index, byte in changes:
+        changed[index % len(changed)] = byte
+    assert outcome(by_loop, bytes(changed)) == outcome(by_handlers, bytes(changed))
+
+
+def test_the_loop_and_the_handlers_read_records_alike() -> None:
+    assert "Opaque" in outcome(by_loop, CHUNKS)
+    assert outcome(by_loop, CHUNKS) == outcome(by_handlers, CHUNKS)
 
 
 @settings(max_examples=300, deadline=None)

@@ -221,7 +221,7 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
 GATED_SILU = choice("hidden_act", "mlp.activation", {"silu": "silu", "swish": "silu"}, "silu")
 """Two names for one activation."""
 
-DENSE = "rope pre_norm !sinks !clamped !output_gate !linear_layers !mixture !mla !encoder !transform"
+DENSE = "rope pre_norm !sinks !clamped !output_gate !linear_layers !qk_l2_norm !probs_on_input !mixture !mla !encoder !transform"
 """What distinguishes dense decoders with rotary positions from all others."""
 PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"
 """What distinguishes a Llama-like one among them; what distinguishes one from another comes on top."""

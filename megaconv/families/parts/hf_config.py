@@ -7,7 +7,7 @@ from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
 QUANT_METHODS = ("fp8", "mxfp4")
@@ -27,13 +27,13 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:
-    """How config.json says that weights are quantized, None where they aren't. Raises NotExpressible for what can't be read."""
+    """How config.json says that weights are quantized, None where they aren't. Raises UnsupportedInput for what can't be read."""
     given = config.get("quantization_config")
     if not given:
         return None
     method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
     if method not in QUANT_METHODS:
-        raise NotExpressible(
+        raise UnsupportedInput(
             f"{where}: the weights are quantized ({method}); convert an unquantized copy of the model, "
             f"or one quantized as {' or '.join(QUANT_METHODS)}"
         )

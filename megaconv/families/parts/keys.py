@@ -51,6 +51,12 @@ HARMLESS = frozenset(
         ),
         # in which precision experts are summed up: Megatron rounds as it does
         "enable_moe_fp32_combine",
+        # how Mamba 2 is computed: by which kernels, in chunks of which length, in which precision its state and the residual are
+        *("use_mamba_kernels", "chunk_size", "mamba_ssm_cache_dtype", "residual_in_fp32", "moe_shared_expert_overlap"),
+        # what its initialization alone asks for, and a width that mamba_num_heads gives
+        *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
+        # of generation: which logits are computed
+        "num_logits_to_keep",
         # training alone
         *(
             "initializer_range",

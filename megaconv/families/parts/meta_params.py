@@ -27,7 +27,7 @@ from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
 
@@ -47,14 +47,14 @@ _PUBLISHED = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3))
 
 
 def load_params(path: Path) -> dict[str, Any]:
-    """Raises CorruptCheckpoint when the file is not a JSON object, NotExpressible for models that aren't plain decoders."""
+    """Raises CorruptCheckpoint when the file is not a JSON object, UnsupportedInput for models that aren't plain decoders."""
     params = read_json(path, CONFIG_BYTES)
     params = params.get("model", params) if isinstance(params, dict) else params
     if not isinstance(params, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(params).__name__}")
     for name, what in _UNKNOWN.items():
         if params.get(name) not in (None, -1):
-            raise NotExpressible(f"{path}: the model has {what} ({name}), which can't be read from these files")
+            raise UnsupportedInput(f"{path}: the model has {what} ({name}), which can't be read from these files")
     return params
 
 

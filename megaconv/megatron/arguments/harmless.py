@@ -9,26 +9,27 @@ from collections.abc import Mapping
 _BY_REASON: Mapping[str, str] = {
     "the tensors themselves show it": """
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
-        export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model
-        gated_linear_unit hidden_size linear_attention_freq mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq
-        moe_router_enable_expert_bias moe_shared_expert_gate moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers
-        num_experts num_moe_experts num_unique_layers param_sharing_style relative_attention_num_buckets
-        use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_legacy_models use_mcore_models
+        export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model gated_linear_unit
+        hidden_size hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern is_hybrid_model linear_attention_freq
+        mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq moe_router_enable_expert_bias moe_shared_expert_gate
+        moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers num_experts num_moe_experts num_unique_layers
+        param_sharing_style relative_attention_num_buckets use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert
+        use_legacy_models use_mcore_models
     """,
     "Megatron sets it from other arguments, or ignores it": """
         async_tensor_model_parallel_allreduce bias_activation_fusion fp4_param fp8_param moe_extended_tp
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage persist_layer_norm pipeline_dtype
     """,
-    "of sparse attention, and of linear attention that core 0.16.1 has not: only with other values of experimental_attention_variant": """
-        dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads
-        dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-        dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
+    "of an indexer of sparse attention: how it is trained, rounded and computed; the offset counts with a dsa_indexer_topk_freq alone": """
+        dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_rotate_activation dsa_indexer_skip_topk_offset
+        dsa_indexer_use_sparse_loss dsa_kernel_backend
+    """,
+    "of linear attention that core 0.16.1 has not: only with other values of experimental_attention_variant": """
         experimental_attention_variant_loss_scale_func gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute gdp_num_householder
     """,
-    "of Mamba's layers: only with is_hybrid_model or a hybrid pattern, which are refused": """
-        disable_mamba_mem_eff_path mamba_head_dim mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
-        mamba_int_list mamba_num_groups mamba_num_heads mamba_per_list mamba_state_dim mamba_training_ssm_states_dtype
-        use_mamba_mem_eff_path
+    "of Mamba's layers: which kernels, and in which precision their states are": """
+        disable_mamba_mem_eff_path mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
+        mamba_training_ssm_states_dtype use_mamba_mem_eff_path
     """,
     "of layers that differ: only with heterogeneous_layers_config_path, which is refused": """
         per_block_parameters
@@ -53,10 +54,10 @@ _BY_REASON: Mapping[str, str] = {
         curr_iteration disable_budget distill_coeff distill_only distillation emb_int_list emb_per_list enable_router
         flex_hetero_ffn flex_hetero_mamba flex_hetero_moe_expert flex_strict flextron_config_file force_emb force_mamba force_mlp
         force_router_skip freeze_model freeze_router hard_sample_th is_flex_eval layer_ranking_list linear_scaler_end
-        linear_scaler_start log_budgets loss_alpha lr_mult_router mem_batch_size mem_infer_seq_len min_scale mlp_int_list
-        mlp_per_list moe_expert_int_list moe_expert_per_list no_attn_skip normalize_router_logits original_model_sample_prob
-        override_selected_budget param_budget_target prefill_chunk_size router_beta router_gbs router_inter_dim router_std
-        skip_num_attn_layer_constraint skip_total_layer_constraint slice soft_mask tau_decay tau_init
+        linear_scaler_start log_budgets loss_alpha lr_mult_router mamba_int_list mamba_per_list mem_batch_size mem_infer_seq_len
+        min_scale mlp_int_list mlp_per_list moe_expert_int_list moe_expert_per_list no_attn_skip normalize_router_logits
+        original_model_sample_prob override_selected_budget param_budget_target prefill_chunk_size router_beta router_gbs
+        router_inter_dim router_std skip_num_attn_layer_constraint skip_total_layer_constraint slice soft_mask tau_decay tau_init
     """,
     "of models for images and for retrieval, whose tensors no family has": """
         bert_embedder_type bert_load biencoder_projection_dim biencoder_shared_query_context_model block_data_path
@@ -218,15 +219,15 @@ _BY_REASON: Mapping[str, str] = {
         data_path dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking dataloader_type
         decoder_seq_length disable_msc_deprecated enable_msc encoder_seq_length eod_mask_loss fim_data fim_eod_token
         fim_fragment_rate fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
-        fim_suffix_token finetune_data_files finetune_data_split finetune_hf_dataset legacy_tokenizer mask_prob merge_file
+        fim_suffix_token finetune_data_files finetune_data_split finetune_hf_dataset legacy_tokenizer mask_prob
         metadata_path mid_level_dataset_surplus mmap_bin_files mmap_warmup mock_data null_tokenizer_eod_id null_tokenizer_pad_id
         num_dataset_builder_threads num_workers object_storage_cache_path pad_vocab_size padded_vocab_size
         per_dataset_sequences_path per_split_data_args_path phase_transition_iterations renormalize_blend_weights
         reset_attention_mask reset_position_ids s3_cache_path sample_rate seq_length sft sft_tokenizer_prompt_format
         short_seq_prob special_tokens split test_data_path tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens
         tokenizer_hf_include_special_tokens tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast tokenizer_hf_use_fast
-        tokenizer_metadata tokenizer_model tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_sentencepiece_legacy
-        tokenizer_special_tokens train_data_path trust_remote_code use_gigatoken valid_data_path vocab_extra_ids vocab_file
+        tokenizer_metadata tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_sentencepiece_legacy
+        tokenizer_special_tokens train_data_path trust_remote_code use_gigatoken valid_data_path vocab_extra_ids
     """,
     "how checkpoints are saved and loaded": """
         async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm async_save async_strategy auto_detect_ckpt_format

@@ -35,8 +35,11 @@ _READ = """
     rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int
-    attention_output_gate qk_layernorm experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
+    attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input
+    experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    hybrid_layer_pattern mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_rope_interleaved
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function
@@ -47,21 +50,23 @@ _READ = """
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout
     transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm bf16
-    vocab_size make_vocab_size_divisible_by tokenizer_type
+    vocab_size make_vocab_size_divisible_by tokenizer_type tokenizer_model vocab_file merge_file
     overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
-    megaconv_left_out megaconv_qk_norm_width
+    megaconv_left_out megaconv_qk_norm_width megaconv_indexer_order
 """
 READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""
 
 LIMITED: Mapping[str, Limit] = {
-    "position_embedding_type": Limit((None, "rope", "yarn", "learned_absolute", "relative"), "how positions enter"),
+    "position_embedding_type": Limit(
+        (None, "rope", "yarn", "learned_absolute", "relative", "none"), "how positions enter"
+    ),
     "normalization": Limit((None, "RMSNorm", "LayerNorm"), "the kind of norm"),
     "rope_type": Limit((None, "rope", "yarn"), "how the rotations of latent attention are scaled"),
-    "experimental_attention_variant": Limit((None, "gated_delta_net"), "another attention, such as a sparse one"),
+    "experimental_attention_variant": Limit((None, "gated_delta_net", "dsa"), "another attention"),
     "moe_router_score_function": Limit(
         (None, "softmax", "sigmoid"), "how a router's logits become the experts' weights", only="experts"
     ),
@@ -75,7 +80,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "softmax_type": Limit(
         (None, "vanilla", "learnable"), "the softmax of attention has a constant sink, which no tensor shows"
     ),
-    "qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
     "mrope_section": Limit((None,), "rotary positions have three parts, for time, height and width"),
     "activation_func": Limit((None,), "an activation that no argument of Megatron-LM's own stands for"),
     "use_te_activation_func": Limit(
@@ -93,9 +97,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "moe_router_force_load_balancing": Limit((None, False), "experts are chosen at random", only="experts"),
     "moe_router_force_biased": Limit((None,), "experts are chosen with a random bias", only="experts"),
     "moe_input_jitter_eps": Limit((None,), "routers see their input with noise, when the model is used too", only="experts"),
-    "moe_apply_probs_on_input": Limit(
-        (None, False), "experts' inputs are multiplied by the routers' weights, not their outputs", only="experts"
-    ),
     "moe_token_dropping": Limit((None, False), "experts drop tokens", only="experts"),
     "moe_expert_capacity_factor": Limit(
         (None, -1), "experts drop tokens beyond their capacity, when the model is used too", only="experts"
@@ -110,10 +111,12 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "moe_shared_expert_glu_interleave_size": Limit(
         (None,), "rows of gate and up alternate in the shared expert's first matrix", only="experts"
     ),
-    "is_hybrid_model": Limit((None, False), "some layers are Mamba's"),
     "heterogeneous_block_specs": Limit((None, False), "layers differ from each other"),
     "mtp_use_repeated_layer": Limit((None, False), "one MTP layer predicts all further tokens"),
     "mtp_hybrid_override_pattern": Limit((None,), "MTP layers are of several kinds"),
+    "dsa_indexer_topk_freq": Limit((None, 1), "layers share what one of them has chosen"),
+    "dsa_indexer_scoring_relu": Limit((None, True), "an indexer's scores may be negative"),
+    "dsa_indexer_k_norm_epsilon": Limit((None, 1e-6), "an indexer's norm has another epsilon"),
     "use_mup": Limit((None, False), "embeddings, attention scores and logits are scaled (muP)"),
     "enable_mhc_connections": Limit((None, False), "several residual streams, which are mixed (hyper-connections)"),
 }  # fmt: skip
@@ -135,14 +138,13 @@ _PARSER: Mapping[str, Limit] = {
             "megatron.core.models.bert.bert_layer_specs",
             "bert_layer_local_spec",
             "bert_layer_with_transformer_engine_spec",
+            "megatron.core.models.mamba.mamba_layer_specs",
+            "mamba_stack_spec",
+            "megatron.core.models.hybrid.hybrid_layer_specs",
+            "hybrid_stack_spec",
         ),
         "layers are made of modules of the user's own, or of another kind of model",
     ),
-    # core_v0.8.0 and later; the first two up to core_v0.16.1, the last from core_v0.17.0.
-    "hybrid_attention_ratio": Limit((None, 0), "some layers are Mamba's"),
-    "hybrid_mlp_ratio": Limit((None, 0), "some layers are Mamba's"),
-    "hybrid_override_pattern": Limit((None,), "layers are of several kinds, such as Mamba's"),
-    "hybrid_layer_pattern": Limit((None,), "layers are of several kinds, such as Mamba's"),
     # core_v0.12.0 and later.
     "heterogeneous_layers_config_path": Limit((None, ""), "layers differ from each other"),
     "heterogeneous_layers_config_encoded_json": Limit((None, ""), "layers differ from each other"),

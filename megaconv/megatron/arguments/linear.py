@@ -12,6 +12,7 @@ from typing import Any
 
 from megaconv.model.config import ModelConfig, value_of
 
+_VARIANT = "gated_delta_net"
 _SIZES = {
     "linear_num_key_heads": "linear.key_heads",
     "linear_num_value_heads": "linear.value_heads",
@@ -27,7 +28,7 @@ def linear_arguments(config: ModelConfig) -> dict[str, Any]:
         return {}
     sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
     return sizes | {
-        "experimental_attention_variant": "gated_delta_net",
+        "experimental_attention_variant": _VARIANT,
         "linear_attention_freq": [int(kind.mixer == "linear") for kind in config.layers],
         # Distributed checkpoints of layers that differ are not stacked; core knows that of itself for experts alone.
         "hetereogenous_dist_checkpoint": True,
@@ -36,7 +37,7 @@ def linear_arguments(config: ModelConfig) -> dict[str, Any]:
 
 def read_linear(args: Namespace) -> dict[str, Any]:
     """As fields of the configuration; none for any other attention."""
-    if getattr(args, "experimental_attention_variant", None) is None:
+    if getattr(args, "experimental_attention_variant", None) != _VARIANT:
         return {}
     found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
     return {field: value for field, value in found.items() if value is not None}

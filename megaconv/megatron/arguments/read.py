@@ -17,7 +17,9 @@ from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.encoder import read_encoder
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
+from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
 from megaconv.megatron.arguments.rope import read_scaling
+from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
@@ -34,7 +36,8 @@ def from_arguments(
     Raises CorruptCheckpoint where args lack something that tensors can't show, UnknownFamily for a model of no known family.
     """
     given = read_fields(args, found, legacy=legacy)
-    for field, argument in (_NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})).items():
+    needed = _NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})
+    for field, argument in (needed | (NEEDED_OF_MAMBA if "mamba.heads" in found else {})).items():
         if field not in given:
             _need(args, argument)
     unnamed = from_fields("", given)
@@ -75,6 +78,8 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
     given = {name: value_of(config, name) for name in IN_TENSORS}
     if config.norm.place in ("after", "both"):
         given["norm.place"] = config.norm.place
+    if config.has("mamba_layers"):
+        given |= {"mamba.heads": config.mamba.heads, "mamba.head_dim": config.mamba.head_dim}
     return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
 
@@ -97,10 +102,12 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     given |= _rotating_layers(args, found)
     if found.get("experts.count"):
         given |= _experts(args)
+    if "mamba.heads" in found:
+        given |= read_mamba(args)
     given |= found
     if given.get("encoder.layers") or given.get("head.activation"):
         return given | read_encoder(args, given, legacy=legacy)
-    return given | read_latent(args) | read_linear(args)
+    return given | read_latent(args) | read_linear(args) | read_sparse(args)
 
 
 def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,12 +119,18 @@ def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     width = getattr(args, "kv_channels", None) or found["hidden"] // heads
     given |= {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
     # The tensors show whether there are norms of q and k, but those of a model all of whose layers are linear.
-    for name, field in (("attention_output_gate", "attention.output_gate"), ("qk_layernorm", "attention.qk_norm")):
+    for name, field in _FLAGS.items():
         if hasattr(args, name):
             given[field] = bool(getattr(args, name))
     return given
 
 
+_FLAGS = {
+    "attention_output_gate": "attention.output_gate",
+    "qk_layernorm": "attention.qk_norm",
+    "qk_l2_norm": "attention.qk_l2_norm",
+}
+"""Arguments of attention that are on or off."""
 _FIELDS = {
     "normalization": "norm.kind",
     "max_position_embeddings": "max_positions",
@@ -206,7 +219,10 @@ def _experts(args: Namespace) -> dict[str, Any]:
         given["experts.ffn"] = width
     return given | {
         "experts.shared_ffn": getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
-        "experts.renormalize": not softmax or not getattr(args, "moe_router_pre_softmax", False),
+        "experts.renormalize": not getattr(args, "moe_router_pre_softmax", False)
+        if softmax
+        else given.get("experts.per_token") != 1,
+        "experts.probs_on_input": bool(getattr(args, "moe_apply_probs_on_input", False)),
     }
 
 
@@ -248,8 +264,9 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
         value = getattr(args, name, None)
         return value if type(value) is int and 0 < value <= RANKS else None
 
-    pattern = getattr(args, "pipeline_model_parallel_layout", None)
+    pattern, listed = getattr(args, "pipeline_model_parallel_layout", None), stages_of(args)
     split = LayerSplit(
+        layers=listed,
         first=size("decoder_first_pipeline_num_layers"),
         last=size("decoder_last_pipeline_num_layers"),
         account_for_embedding=getattr(args, "account_for_embedding_in_pipeline_split", False) is True,
@@ -257,7 +274,7 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
         pattern=pattern if isinstance(pattern, str) else None,
     )
     tp, pp = size("tensor_model_parallel_size") or 1, size("pipeline_model_parallel_size") or 1
-    vpp = size("virtual_pipeline_model_parallel_size") or 1
+    vpp = len(listed) // pp if listed else size("virtual_pipeline_model_parallel_size") or 1
     try:
         stages = split_layers(config.layer_count, pp, vpp, split)
     except LayoutError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
 from megaconv.megatron.states.ranks import Ranks, Weights
-from megaconv.model.fields import per_layer
+from megaconv.model.fields import one_or_each
 from megaconv.model.layout import Layout
 
 
@@ -38,6 +38,8 @@ class SizeTensors:
     """Of a T5."""
     linear: str = "self_attention.in_proj"
     """Of a gated delta net."""
+    mamba: str = "mixer."
+    """Before all of a Mamba 2's."""
     transform: str = "lm_head.dense.weight"
     """In front of BERT's head."""
 
@@ -161,11 +163,11 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
             f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
     _require_matrices(ranks, names)
-    linear = [index for index, layer in layers.items() if names.linear + ".weight" in layer]
-    attention = next((layer for index, layer in layers.items() if index not in linear), {})
+    mixers = _mixers(layers, names)
+    attention = next((layer for index, layer in layers.items() if mixers[index] == "attention"), {})
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
-        "layers.mixer": per_layer(linear, sum(layout.stage_layers), "linear", "attention"),
+        "layers.mixer": one_or_each(mixers),
         "hidden": first[names.embedding].shape[-1],
         "vocab": padded_rows(ranks, names),
         "tie_embeddings": _is_tied(last, layout, args, names),
@@ -178,10 +180,10 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     }
     if attention:
         found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention  # latent attention has q's alone
-    found |= _find_mlp(layers, layout, names)
+    found |= _find_mlp(layers, layout, names) | _find_mamba(layers, layout, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
-    if any("norm" in name and name.endswith("bias") for name in layers[0]):
+    if any("norm" in name and name.endswith("bias") and ".indexer." not in name for name in layers[0]):
         found["norm.kind"] = "LayerNorm"
     if encoder_layers:
         found |= {"encoder.layers": encoder_layers, "norm.final": names.final_norm + ".weight" in last}
@@ -189,7 +191,43 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     elif names.transform in last:
         found |= {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
         found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
-    return found | _find_experts(layers)
+    mlps = _mlps(layers, mixers, names)
+    return found | ({"layers.mlp": one_or_each(mlps)} if set(mlps) != {"dense"} else {}) | _find_experts(layers)
+
+
+def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...]:
+    """Of each layer. Beside a Mamba 2, a layer without attention is an MLP alone; there are no such layers in other models."""
+    hybrid = any(name.startswith(names.mamba) for layer in layers.values() for name in layer)
+
+    def mixer(layer: Weights) -> str:
+        if names.linear + ".weight" in layer:
+            return "linear"
+        if any(name.startswith(names.mamba) for name in layer):
+            return "mamba"
+        return "none" if hybrid and not any(name.startswith("self_attention.") for name in layer) else "attention"
+
+    return tuple(mixer(layers[index]) for index in sorted(layers))
+
+
+def _find_mamba(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors) -> dict[str, Any]:
+    """What shapes tell: not how many groups share the rows of B and C."""
+    dt_bias, norm = names.mamba + "dt_bias", names.mamba + "norm.weight"
+    for layer in layers.values():
+        if dt_bias in layer and norm in layer:
+            heads, width = layer[dt_bias].shape[0], layer[norm].shape[0]
+            return {"mamba.heads": layout.tp * heads, "mamba.head_dim": width // max(1, heads)}
+    return {}
+
+
+def _mlps(layers: Mapping[int, Weights], mixers: tuple[str, ...], names: SizeTensors) -> tuple[str, ...]:
+    """Of each layer; none of other models than hybrids is without."""
+
+    def mlp(layer: Weights) -> str:
+        if "mlp.router.weight" in layer:
+            return "experts"
+        return "none" if "mamba" in mixers and names.fc2 + ".weight" not in layer else "dense"
+
+    return tuple(mlp(layers[index]) for index in sorted(layers))
 
 
 def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: SizeTensors) -> dict[str, Any]:
@@ -220,10 +258,13 @@ def _find_mlp(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors)
     """Of dense layers; where there are none, nothing shows their width."""
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
     widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
-    # A gated layer has two rows in its first matrix for every column of its second.
-    both = [layer for layer in layers.values() if fc1 in layer and fc2 in layer]
+    # A gated layer has two rows in its first matrix for every column of its second; where all have experts, a shared one shows it.
+    pairs = ((fc1, fc2), ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"))
+    both = [
+        (layer[up], layer[down]) for up, down in pairs for layer in layers.values() if up in layer and down in layer
+    ]
     return ({"mlp.ffn": widths[0]} if widths else {}) | {
-        "mlp.gated": all(layer[fc1].shape[0] == 2 * layer[fc2].shape[-1] for layer in both),
+        "mlp.gated": all(first.shape[0] == 2 * second.shape[-1] for first, second in both),
     }
 
 
@@ -243,12 +284,11 @@ def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
     routers = {index: layer["mlp.router.weight"] for index, layer in layers.items() if "mlp.router.weight" in layer}
     if not routers:
         return {}
-    with_experts = tuple(sorted(routers))
+    first = min(routers)
     return {
-        "experts.count": routers[with_experts[0]].shape[0],
-        "layers.mlp": per_layer(with_experts, len(layers), "experts", "dense"),
-        "experts.router_bias": "mlp.router.expert_bias" in layers[with_experts[0]],
-        "experts.shared_gate": "mlp.shared_experts.gate_weight" in layers[with_experts[0]],
+        "experts.count": routers[first].shape[0],
+        "experts.router_bias": "mlp.router.expert_bias" in layers[first],
+        "experts.shared_gate": "mlp.shared_experts.gate_weight" in layers[first],
     }
 
 

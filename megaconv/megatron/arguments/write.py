@@ -14,8 +14,10 @@ from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
+from megaconv.megatron.arguments.mamba import mamba_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import write_scaling
+from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, lost_fields, require_kept
 from megaconv.model.layout import Layout, split_arguments
@@ -58,11 +60,13 @@ def to_arguments(
         | encoder_arguments(config, transformer_impl, legacy=legacy)
         | latent_arguments(config)
         | linear_arguments(config)
+        | sparse_arguments(config)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy, legacy=legacy)
         | beyond_core_arguments(config, legacy=legacy)
         | _vocabulary(config, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
+        | mamba_arguments(config, layout)
         | split_rank_arguments(layout, legacy=legacy)
         | _training(config, training, transformer_impl, legacy)
     )
@@ -80,6 +84,10 @@ def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]
     yield (
         config.has("rope gelu_tanh plain !mlp_bias !encoder"),
         "the model has the approximate gelu in an MLP without biases; Megatron has it only fused with a bias",
+    )
+    yield (
+        config.attention.qk_l2_norm and (legacy or config.has("mla")),
+        "the model divides q and k by their L2 norm, which Megatron core has for attention with heads of keys alone",
     )
     yield (
         legacy and (config.has("interleaved") or config.has("skips_rope")),
@@ -116,6 +124,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": config.mlp.bias,
         "add_qkv_bias": config.attention.qkv_bias,
         "qk_layernorm": config.attention.qk_norm,
+        "qk_l2_norm": config.attention.qk_l2_norm,
         "attention_output_gate": config.attention.output_gate,
         "softmax_type": "learnable" if config.attention.sinks else "vanilla",
         "swiglu": config.mlp.gated and config.mlp.activation == "silu",
@@ -138,8 +147,15 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
-    if config.experts.score == "sigmoid" and not config.experts.renormalize:
-        raise NotExpressible("Megatron's sigmoid router makes the experts' weights sum up to 1, this model's doesn't")
+    if config.experts.score == "sigmoid" and config.experts.renormalize != (config.experts.per_token > 1):
+        raise NotExpressible(
+            "Megatron's sigmoid router makes the weights of several experts sum up to 1, and leaves that of a single one as it is; "
+            f"this model's, with {config.experts.per_token} a token, has experts.renormalize = {config.experts.renormalize}"
+        )
+    if config.experts.probs_on_input and config.experts.per_token > 1:
+        raise NotExpressible(
+            f"the model scales the input of {config.experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
+        )
     if (config.experts.groups or 1) > 1 and config.experts.per_token // (config.experts.group_topk or 1) != 2:
         raise NotExpressible(
             "Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best 2: "
@@ -158,6 +174,7 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         "moe_router_score_function": config.experts.score,
         "moe_router_pre_softmax": config.experts.score == "softmax" and not config.experts.renormalize,
         "moe_router_topk_scaling_factor": config.experts.scale,
+        "moe_apply_probs_on_input": config.experts.probs_on_input,
         "moe_router_enable_expert_bias": config.experts.router_bias,
         "moe_router_num_groups": config.experts.groups,
         "moe_router_group_topk": config.experts.group_topk,

@@ -7,6 +7,7 @@ A key names a tensor of the whole model. Layers of one kind are stacked, and so 
     decoder.layers.3.mlp.linear_fc1.weight                     where layers differ
     decoder.layers.3.mlp.linear_fc1.weight_w, ..._v            gate and up separate (singleton_local_shards)
     decoder.layers.3.self_attention.in_proj.weight.query ...   what gated delta nets join is always separate
+    decoder.layers.3.mixer.in_proj.weight.z ...                and what Mamba's mixers join
 
 Local layers and Transformer Engine's give the same keys, those of the latter's names, but for the norm before experts.
 Source: sharded_state_dict() in megatron/core/transformer, core 0.4 to 0.19.
@@ -33,6 +34,9 @@ _PREFIX = re.compile(r"((?:(?:module|model|language_model)\.)*)embedding\.word_e
 _PIECES = {
     "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "self_attention.conv1d.weight": ("query", "key", "value"),
+    "mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
+    "mixer.conv1d.weight": ("x", "B", "C"),
+    "mixer.conv1d.bias": ("x", "B", "C"),
 }
 """Ends of names of tensors with a key for each part -> how the keys end, in the order of the rows."""
 _PIECE = re.compile(rf"(.*\.(?:{'|'.join(map(re.escape, _PIECES))}))\.\w+")

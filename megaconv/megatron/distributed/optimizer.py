@@ -29,6 +29,7 @@ from megaconv.engine.assembled import Placed
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
 from megaconv.megatron.arguments.param_groups import WITHOUT, Class, by_class, class_of, is_expert, read_group
+from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.optimizer.plan import once
 from megaconv.megatron.optimizer.rank import Parameter, RankOptimizer, number, parts, read, step_of
@@ -279,7 +280,9 @@ class DistOptimizer:
         if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
             legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
             experts = "legacy_grouped" if legacy else "grouped"
-        return core_naming("transformer_engine" if engine else "local", experts)
+        return core_naming(
+            "transformer_engine" if engine else "local", experts, rope_last=hasattr(self.args, INDEXER_ORDER)
+        )
 
     def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
         """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""

@@ -17,6 +17,7 @@ from formats.tensor import ITEMSIZE, Box, Shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
+from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import pieces, stack
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
@@ -25,7 +26,7 @@ from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, track
 from megaconv.megatron.states.names import extra_states, is_of_linear_layer
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
-from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS
+from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
@@ -49,7 +50,9 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     optimizer = choose_form(kept, options)
     vars(arguments).update(kept.arguments(distributed=optimizer.distributed))
     local = options.transformer_impl == "local"
-    model = GlobalModel.of(header, layout, arguments.padded_vocab_size, optimizer, local=local)
+    model = GlobalModel.of(
+        header, layout, arguments.padded_vocab_size, optimizer, local=local, rope_last=hasattr(arguments, INDEXER_ORDER)
+    )
     common: dict[str, Any] = {
         "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration or 1,
         **kept.state(None, optimizer.state()),
@@ -85,19 +88,23 @@ class GlobalModel:
     """(key, place, grid, value): an empty `_extra_state` for every module that has one."""
 
     @classmethod
-    def of(cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool) -> "GlobalModel":
+    def of(
+        cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool, rope_last: bool
+    ) -> "GlobalModel":
         config, chunks = header.config, list[PlannedChunk]()
         whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-        # Local layers take Transformer Engine's names for their keys, but with latent attention keep their own.
+        # Local layers take Transformer Engine's names for their keys, but with latent attention and in hybrids keep their own.
         naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
-        if local and config.latent.kv_rank:
+        if local and (config.latent.kv_rank or config.has("mamba_layers")):
             naming, renamed = CORE_LOCAL, False
+        naming = with_rope_last(naming) if rope_last else naming
         natives = [
             native
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if native.copy is None or native.copy.written
         ]
-        stacked = not (config.experts.count and config.layers_with("dense")) and not config.has("linear_layers")
+        alike = not (config.experts.count and config.layers_with("dense"))
+        stacked = alike and not config.has("linear_layers") and not config.has("mamba_layers")
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in chain.from_iterable(map(pieces, natives)):
@@ -124,9 +131,13 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
 def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     names = [native.name for native in natives]
     known = extra_states(names, CORE_LOCAL if local else CORE)
-    modules = [name for name in known if is_of_linear_layer(name) or not (local or "output_layer" in name)]
+    # Of the head GPTModel leaves it out, MambaModel doesn't.
+    with_head = "decoder.final_norm.weight" in names
+    modules = [
+        name for name in known if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
+    ]
     if not local:
-        norms = ("q_layernorm.weight", "k_layernorm.weight")
+        norms = ("q_layernorm.weight", "k_layernorm.weight", "kv_layernorm.weight", "indexer.k_norm.weight")
         modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]
     placed = [stack(name, layers=stacked) for name in modules]
     grids: dict[str, Shape] = {}

@@ -17,6 +17,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.megatron.arguments.sparse import INDEXER_ORDER, ROPE_LAST, writes_rope_last
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
@@ -159,6 +160,8 @@ def megatron_args(
         allow_lossy="rope_scaling" in options.allow_lossy,
         legacy=legacy,
     )
+    if writes_rope_last(header.config, options.extra):
+        arguments[INDEXER_ORDER] = ROPE_LAST
     return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
 
 

@@ -25,6 +25,7 @@ from megaconv.megatron.arguments.sizes import (
     padded_rows,
     with_stacks,
 )
+from megaconv.megatron.arguments.tokenizer import NamedTokenizer, named_tokenizer
 from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
 from megaconv.megatron.optimizer.source import (
     Optimizers,
@@ -126,6 +127,9 @@ def open_model(
     written = read_layout(args, config) if by_args else layout
     padded = padded_rows(ranks, names)
     config = changed(config, {"vocab": _vocab(options, config, args, padded, written.tp)})
+    named = named_tokenizer(args) if config.hf is None else NamedTokenizer()
+    ids = {name: number for name, number in named.ids.items() if _are_ids(number, config.vocab)}
+    config = changed(config, ids) if ids else config
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
     # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that run's
@@ -155,7 +159,8 @@ def open_model(
         manifest=manifest,
         layout=written,
         training=training,
-        files=find_sidecars(sidecars),
+        files=find_sidecars(sidecars) or named.files,
+        named_tokenizer=named.name,
         vocab_divisor=divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None,
         source=spellings.description,
         padded_vocab=padded,
@@ -223,6 +228,10 @@ def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: i
     if not 0 < given <= padded:
         raise UsageError(f"a vocabulary of {given} is larger than the {padded} rows of the embedding")
     return given
+
+
+def _are_ids(numbers: int | tuple[int, ...], vocab: int) -> bool:
+    return max(numbers if isinstance(numbers, tuple) else (numbers,)) < vocab
 
 
 def _training(source: RankSource) -> TrainingState:

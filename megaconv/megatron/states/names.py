@@ -52,7 +52,7 @@ _NORMS = tuple(
     f"{name}.weight"
     for name in (
         *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm"),
-        *("enorm", "hnorm", "out_norm"),
+        *("enorm", "hnorm", "out_norm", "final_norm"),
     )
 )
 """Norms that are modules of their own among Transformer Engine's too."""
@@ -69,15 +69,22 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
     naming: the names' own; None where they tell it.
     """
     engine = "local" not in (naming or naming_of(names)).variants
-    linear = (name for name in names if is_of_linear_layer(name) and not name.endswith(_POST_NORM))
+    linear = [name for name in names if is_of_linear_layer(name) and not name.endswith(_POST_NORM)]
+    if not engine:  # core has no local layer of which every rank holds the whole, as indexers need
+        linear = [name for name in linear if ".indexer." not in name]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in linear)
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:
-        attention = [module for module in modules if module.endswith("linear_proj")]
-        found |= {module.replace("linear_proj", "core_attention") + EXTRA_STATE: True for module in attention}
+        attention = [
+            module.replace("linear_proj", "core_attention") for module in modules if module.endswith("linear_proj")
+        ]
+        sparse = {
+            name.partition(".indexer.")[0] for name in names if ".indexer." in name
+        }  # no layer of Transformer Engine's
+        found |= {module + EXTRA_STATE: True for module in attention if module not in sparse}
         norms = [name for name in names if name.endswith(_NORMS)]
         found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
     heads = [name for name in ("lm_head.output_layer", "output_layer") if any(n.startswith(f"{name}.") for n in names)]
-    if "decoder.final_layernorm.weight" in names and not heads:
+    if not heads and ("decoder.final_layernorm.weight" in names or "decoder.final_norm.weight" in names):
         heads = ["output_layer"]  # a tied one, which has no parameters of its own
     return found | {head + EXTRA_STATE: False for head in heads}

@@ -18,7 +18,13 @@ from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
 _log = logging.getLogger("megaconv")
 
 Weights = dict[str, LazyTensor]
-_TAIL = ("decoder.final_layernorm", "output_layer", f"{MODEL}.encoder.final_norm", f"{MODEL}.output_layer")
+_TAIL = (
+    "decoder.final_layernorm",
+    "decoder.final_norm",
+    "output_layer",
+    f"{MODEL}.encoder.final_norm",
+    f"{MODEL}.output_layer",
+)
 """How tensors of the last stage begin."""
 _STACKS = ("encoder.layers.", "decoder.layers.")
 """How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""

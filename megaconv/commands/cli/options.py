@@ -1,6 +1,5 @@
-"""Options of `megaconv convert`, with their help texts and with the spellings of Megatron-LM's own converter."""
+"""Options of the commands, with their help texts and with the spellings of Megatron-LM's own converter."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ CONVERT_EXAMPLES = """\b
 Examples:
   megaconv convert --load-dir Llama-2-7b --saver core --save-dir ckpt --tp 2 --pp 2
   megaconv convert --load-dir ckpt --saver core --save-dir tp4 --tp 4 --pp 1
-  megaconv convert --load-dir ckpt --saver hf --save-dir Llama-back"""
+  megaconv convert ckpt Llama-back --saver hf"""
 
 
 Input = Annotated[str, typer.Argument(help="A checkpoint, or a Hub id such as hf://org/name@revision.", metavar="PATH")]
@@ -23,18 +22,33 @@ CheckSource = Annotated[
         help="Whether an input that has a megaconv.json has to be what that says (exit status 3 otherwise).",
     ),
 ]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Hugging Face directory with what the source can't say: config.json, tokenizer."),
+]
+TrueVocab = Annotated[
+    int | None,
+    typer.Option("--true-vocab-size", help="Vocabulary size without padding, where the source doesn't give it."),
+]
+Source = Annotated[str | None, typer.Argument(metavar="[SRC]", help="The input, as --load-dir has it.")]
+Target = Annotated[str | None, typer.Argument(metavar="[DST]", help="The output directory, as --save-dir has it.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print neither progress nor a summary; warnings and errors alone.")
+]
 LoadDir = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--load-dir",
         "--load",
         help="Input: a directory of any known format, or a Hub id (org/name or hf://org/name@revision).",
     ),
 ]
-SaveDir = Annotated[
-    str,  # which may be empty, as a path may not
-    typer.Option("--save-dir", "--save", metavar="PATH", help="Output directory; must not exist yet, or be empty."),
-]
+_SAVE_DIR = typer.Option(
+    "--save-dir", "--save", metavar="PATH", help="Output directory; must not exist yet, or be empty."
+)
+SaveDir = Annotated[str, _SAVE_DIR]  # a text, which may be empty, as a path may not
+OptionalSaveDir = Annotated[str | None, _SAVE_DIR]
 Saver = Annotated[
     str,
     typer.Option("--saver", help="What to write: core, legacy, hf or llama_mistral (`megaconv formats` lists all)."),
@@ -172,6 +186,7 @@ DistFiles = Annotated[
     typer.Option(
         "--dist-files",
         min=1,
+        max=1 << 16,
         help="Files to share a torch_dist or dcp output out over; as many as --workers by default.",
     ),
 ]
@@ -181,6 +196,18 @@ Base = Annotated[
         "--base",
         help="The original's Hugging Face directory: an hf output gets from it the tensors and files that the source doesn't hold.",
     ),
+]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="DIR[:WEIGHT]",
+        help="A LoRA adapter (a directory of peft's, or a Hub id) to merge into the weights; may be repeated.",
+    ),
+]
+Push = Annotated[
+    str | None,
+    typer.Option("--push", metavar="ORG/NAME", help="Put the output on the Hugging Face Hub too; see `megaconv push`."),
 ]
 Release = Annotated[
     bool,
@@ -197,7 +224,9 @@ AllowLossy = Annotated[
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Most memory that buffers may take.")]
 Workers = Annotated[
     int,
-    typer.Option("--workers", min=0, help="Threads that move tensors; 0: as many as processors and one more, up to 8."),
+    typer.Option(
+        "--workers", min=0, max=1024, help="Threads that move tensors; 0: as many as processors and one more, up to 8."
+    ),
 ]
 Verify = Annotated[
     bool,
@@ -229,35 +258,6 @@ Ignored = Annotated[
 ]  # fmt: skip
 IgnoredFlag = Annotated[bool, typer.Option("--no-checking", hidden=True)]
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
-
-
-def byte_size(text: str) -> int:
-    """256MiB, 5GB, 1000000 -> bytes. Raises UsageError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    if not match or match[2] not in _UNITS or not float(match[1]):
-        raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def numbers(text: str | None) -> tuple[int, ...] | None:
-    """3,5,5,3 -> (3, 5, 5, 3). Raises UsageError."""
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
-        raise UsageError(f"--layer-split {text!r}: write the layers of each stage separated by commas, such as 3,5,5,3")
-    return tuple(int(word) for word in text.replace(" ", "").split(","))
-
 
 def extra(words: list[str] | None) -> dict[str, str]:
     """key=value, key=value -> a mapping. Raises UsageError."""
@@ -280,6 +280,15 @@ def all_stages(pp: int | None, split_rank: int | None, encoder_pp: int | None) -
             "doesn't; give one of them"
         )
     return encoder_pp + (pp or 1), encoder_pp
+
+
+def one_place(argument: str | None, option: str | None, what: str, name: str) -> str:
+    """The place that is given, as an argument or by its option. Raises UsageError for none, or both."""
+    given = [word for word in (argument, option) if word is not None]
+    if len(given) != 1:
+        found = "is missing" if not given else f"is given twice, as {argument} and by {name} {option}"
+        raise UsageError(f"the {what} {found}; write: megaconv convert SRC DST --saver NAME, or {name} PATH")
+    return given[0]
 
 
 def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:

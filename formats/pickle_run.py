@@ -1,0 +1,103 @@
+"""The loop that follows a pickle's instructions."""
+
+from struct import Struct
+
+from formats.ceilings import PICKLE_BYTES
+from formats.pickle_globals import MalformedError, check_key
+from formats.pickle_machine import Machine
+from formats.pickle_opcodes import HANDLERS
+from formats.pickle_records import Global, Opaque
+
+_U2, _U4, _I4 = Struct("<H"), Struct("<I"), Struct("<i")
+_GET, _GET4, _PUT4, _MEMOIZE, _STOP = b"hjr\x94."
+_NONE, _NUMBER1, _NUMBER2, _NUMBER4, _LONG = b"NKMJ\x8a"
+_EMPTY_TUPLE, _NEW, _EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b")\x81}(ub"
+_KEY_LENGTH = 1 << 10
+"""Of text that is a key without a further look."""
+_BLOCK = 1 << 16
+"""Bytes after which it is looked whether there are more values than the length allows: so many more are no harm."""
+
+
+def run(machine: Machine) -> object:
+    """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes lead to."""
+    while machine.position < machine.end:
+        if _reaches_stop(machine, min(machine.end, machine.position + _BLOCK)):
+            return machine.stack.pop()
+        machine.require_allowed(max(machine.made, len(machine.memo)))
+        machine.require_copies(machine.copied)
+    short = machine.end == len(machine.data)
+    raise MalformedError("it ends too early" if short else f"it is longer than {PICKLE_BYTES} bytes")
+
+
+def _reaches_stop(machine: Machine, until: int) -> bool:
+    """Follow the instructions that begin before `until`, or up to a STOP.
+
+    `.metadata` of a large model has millions of them. Those that describe its chunks are followed here without a call, the
+    machine's state in local variables; each does what its handler does, and leaves to that one whatever is unusual.
+    """
+    data, memo, below = machine.data, machine.memo, machine.below
+    position, stack, made, copied = machine.position, machine.stack, machine.made, machine.copied
+    natural2, natural4, integer4 = _U2.unpack_from, _U4.unpack_from, _I4.unpack_from
+    try:
+        while position < until:
+            code = data[position]
+            position += 1
+            if code == _GET4:
+                stack.append(memo[natural4(data, position)[0]])
+                position += 4
+            elif code == _EMPTY_TUPLE:
+                # An instance of a class that is known by name alone, which is what nearly every empty tuple is for.
+                if data[position] == _NEW and type(kind := stack[-1]) is Global and kind.inert:
+                    position += 1
+                    made += 1
+                    stack[-1] = Opaque(kind.module, kind.name, ())
+                else:
+                    stack.append(())
+            elif code == _BUILD and type(state := stack[-1]) is dict and type(target := stack[-2]) is Opaque:
+                copied += len(state)
+                target.state = stack.pop()
+            elif code == _EMPTY_DICT:
+                made += 1
+                stack.append({})
+            elif code == _MARK:
+                made += 1
+                below.append(stack)
+                stack = []
+            elif code == _SET_ITEMS and type(keyed := below[-1][-1]) is dict:
+                for key, value in zip(stack[::2], stack[1::2], strict=True):
+                    if type(key) is not str or len(key) > _KEY_LENGTH:
+                        check_key(key)
+                    keyed[key] = value
+                stack = below.pop()
+            elif code == _GET:
+                stack.append(memo[data[position]])
+                position += 1
+            elif code == _NONE:
+                stack.append(None)
+            elif code == _LONG and data[position] < 9:
+                stop = position + 1 + data[position]
+                stack.append(int.from_bytes(data[position + 1 : stop], "little", signed=True))
+                position = stop
+            elif code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == _PUT4:
+                memo[natural4(data, position)[0]] = stack[-1]
+                position += 4
+            elif code == _NUMBER1:
+                stack.append(data[position])
+                position += 1
+            elif code == _NUMBER2:
+                stack.append(natural2(data, position)[0])
+                position += 2
+            elif code == _NUMBER4:
+                stack.append(integer4(data, position)[0])
+                position += 4
+            elif code == _STOP:
+                return True
+            else:
+                machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied
+                HANDLERS[code](machine)
+                position, stack, made, copied = machine.position, machine.stack, machine.made, machine.copied
+    finally:
+        machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied
+    return False

@@ -1,0 +1,40 @@
+"""`megaconv verify`."""
+
+import typer
+
+from megaconv.commands.cli import options as opt
+from megaconv.commands.cli.app import app, print_json, stored_bytes
+from megaconv.terminal import show
+
+
+@app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
+def verify(
+    path: opt.Input,
+    loader: opt.Loader = None,
+    config: opt.Config = None,
+    true_vocab_size: opt.TrueVocab = None,
+    option: opt.Option = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
+
+    Configuration, tokenizer and other small files are compared with the hashes there.
+    """
+    from megaconv.commands.progress import Progress
+    from megaconv.commands.verification import verify as run
+    from megaconv.options import LoadOptions
+
+    options = LoadOptions(config, true_vocab_size, extra=opt.extra(option))
+    with Progress("verifying", lambda: stored_bytes(path, loader, options)) as progress:
+        found = run(path, options, advance=progress.advance, loader=loader)
+    if as_json:
+        print_json(found.to_json())
+    elif found.same:
+        files = f" and {found.files} other files" if found.files else ""
+        show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
+    else:
+        show(f"different: fingerprint {found.found}, written was {found.recorded}")
+        for name, kind in found.differences.items():
+            show(f"  {name}  {kind}")
+    if not found.same:
+        raise typer.Exit(4)

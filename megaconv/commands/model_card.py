@@ -1,0 +1,84 @@
+"""The model card of a pushed model: README.md, whose first lines, between two `---`, are metadata in YAML.
+
+Only what is known goes in: licence, languages and data sets are those of the source's own card, and nobody's where it has none.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.ceilings import SIDECAR_BYTES
+from formats.regular_files import read_small
+from megaconv._version import __version__
+from megaconv.commands.inspection import readable
+from megaconv.engine.record import Record, source_of
+from megaconv.errors import CheckpointError
+from megaconv.model.ir import Header, main_dtype
+
+CARD = "README.md"
+_KEPT = ("license", "license_name", "license_link", "language", "datasets", "pipeline_tag", "tags")
+_HUB_ID = re.compile(r"(?:hf://)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@[\w./-]+)?")
+
+
+def describe(directory: Path, repository: str, header: Header, record: Record | None) -> tuple[bytes, list[str]]:
+    """(a model card, what a user should know about it). record: of the directory, if it has one."""
+    import yaml
+
+    origin = source_of(record) if record is not None else {}
+    source = str(origin.get("path") or "")
+    kept = _card_of(Path(source)) if source else {}
+    adapters = [str(each.get("path")) for each in origin.get("adapters", ()) if isinstance(each, dict)]
+    metadata = {key: kept[key] for key in _KEPT if key in kept}
+    metadata |= _ancestry(source, kept, adapters)
+    is_hf = header.layout is None
+    metadata |= {"library_name": "transformers"} if is_hf else {}
+    metadata.setdefault("pipeline_tag", "text-generation")
+    metadata["tags"] = sorted({*_words(metadata.get("tags")), "megaconv", *([] if is_hf else ["megatron-core"])})
+    facts = {
+        "family": header.config.family,
+        "parameters": f"{header.parameters:,}",
+        "dtype": main_dtype(header.manifest),
+        "weights": readable(header.nbytes),
+        "converted from": f"{Path(source).name} ({origin.get('kind', '')})" if source else "",
+        "adapters merged": ", ".join(Path(each).name for each in adapters),
+        "fingerprint": record.fingerprint if record is not None else "",
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value)
+    front = yaml.safe_dump(metadata, sort_keys=True, allow_unicode=True)
+    check = (
+        "`megaconv verify` compares the weights with the fingerprints in megaconv.json." if record is not None else ""
+    )
+    text = (
+        f"---\n{front}---\n\n# {repository.partition('/')[2]}\n\n| | |\n|---|---|\n{rows}\n\n"
+        f"Written by megaconv {__version__}. {check}\n"
+    )
+    unlicensed = [f"the model card names no licence, since the source's doesn't: add one to {CARD}"]
+    return text.encode(), [] if "license" in metadata else unlicensed
+
+
+def _ancestry(source: str, kept: Mapping[str, Any], adapters: list[str]) -> dict[str, Any]:
+    """What the model was made of, where that is on the Hub."""
+    match = None if Path(source).exists() else _HUB_ID.fullmatch(source)
+    base = match[1] if match else kept.get("base_model")
+    return ({"base_model": base} if base else {}) | ({"base_model_relation": "finetune"} if base and adapters else {})
+
+
+def _words(tags: Any) -> list[str]:
+    return [str(tag) for tag in tags] if isinstance(tags, list) else []
+
+
+def _card_of(directory: Path) -> Mapping[str, Any]:
+    """The metadata of a directory's model card; nothing where it has none that can be read."""
+    import yaml
+
+    try:
+        text = read_small(directory / CARD, SIDECAR_BYTES).decode()
+    except (CheckpointError, UnicodeDecodeError):
+        return {}
+    match = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
+    try:
+        found = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,332 @@
+"""Puts a model on the Hugging Face Hub: all of it in one commit, and what arrived is compared with what was sent.
+
+Large files are uploaded before the commit and change no branch, so that a push that is interrupted leaves the repository as it was;
+the same command then sends only what the Hub doesn't have yet. The commit is refused where the branch has moved since the
+push began. Then the Hub is asked for size and hash of every file as of that very commit:
+
+    LFS or xet      lfs.sha256 is the file's SHA-256, lfs.size its size
+    others          blob_id is git's SHA-1 of it: of `blob SIZE` and a zero byte, then the content
+
+Client: huggingface_hub 0.30 to 2.4.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+from megaconv import registry
+from megaconv.commands.model_card import CARD, describe
+from megaconv.engine.conversion import ConvertOptions, convert, open_source
+from megaconv.engine.record import check_source, find_record
+from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.check import listing
+from megaconv.options import LoadOptions
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_AT_ONCE = 500
+"""Files that the Hub is asked about in one request."""
+_READ = 8 << 20
+_POLL_SECONDS = 0.2
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """What a user can ask of a push."""
+
+    revision: str | None = None
+    """The branch, made where there is none; None: the default one."""
+    private: bool = False
+    """Of a repository that the push creates."""
+    create_pr: bool = False
+    message: str | None = None
+    card: bool = True
+    """Whether a model card is written where neither side has one."""
+    as_is: bool = False
+    """Whether what is no Hugging Face directory goes there as it is, instead of converted."""
+    config: Path | None = None
+    """As for a conversion."""
+    include: tuple[str, ...] = ()
+    """Patterns of paths; none: all."""
+    exclude: tuple[str, ...] = ()
+
+
+class Hashes(NamedTuple):
+    """Of a file that is to be pushed."""
+
+    size: int
+    sha256: str
+    blob_id: str
+    """git's own."""
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push did, or, planned only, would do."""
+
+    repository: str
+    files: Mapping[str, Hashes]
+    """By path in the repository."""
+    commit: str | None = None
+    url: str | None = None
+    pull_request: str | None = None
+    changed: bool = True
+    """Whether there was anything that the Hub didn't have."""
+    notices: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "repository": self.repository,
+            "commit": self.commit,
+            "url": self.url,
+            "pull_request": self.pull_request,
+            "changed": self.changed,
+            "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
+            "notices": list(self.notices),
+        }
+
+
+def push(directory: str | Path, repository: str, options: PushOptions, *, dry_run: bool = False) -> PushReport:
+    """Raises CheckpointError: UsageError for what can't be pushed, ModelsDiffer where the Hub has something else afterwards."""
+    require_repository(repository)
+    path = Path(directory)
+    kind = _kind(path)
+    if not dry_run:
+        require_token(repository)
+    if kind in ("hf", "peft") or options.as_is:
+        return _push_files(path, kind, repository, options, dry_run)
+    if dry_run:
+        raise UsageError(
+            f"--dry-run: {path} would be converted to hf first; convert it, then push that, or add --as-is"
+        )
+    # Beside the source: the place that is most likely to have room for as much again.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.push-", dir=path.resolve().parent) as room:
+        made = Path(room) / "hf"
+        convert(path, made, "hf", ConvertOptions(load=LoadOptions(options.config)))
+        return _push_files(made, "hf", repository, options, dry_run)
+
+
+def require_repository(name: str) -> None:
+    """Raises UsageError for what is no repository's name."""
+    if not _REPOSITORY.fullmatch(name):
+        raise UsageError(f"{name}: is not the name of a repository; expected organisation/name")
+
+
+def require_token(repository: str) -> None:
+    """Raises CheckpointError where the Hub doesn't know who is pushing: said before anything is read or sent."""
+    with _hub_errors(repository):
+        _api().whoami()
+
+
+def _kind(path: Path) -> str:
+    """The loader of a finished model; `peft` for an adapter."""
+    if not path.is_dir():
+        raise UsageError(f"{path}: is not a directory; push takes a finished output")
+    if (path / _ADAPTER).is_file() and not (path / CONFIG_NAME).is_file():
+        return "peft"
+    return registry.detect(path)[0]
+
+
+def _push_files(path: Path, kind: str, repository: str, options: PushOptions, dry_run: bool) -> PushReport:
+    files = _files(path, options)
+    notices = list[str]()
+    made: dict[str, bytes] = {}
+    if kind != "peft":
+        _, source = open_source(path, kind, LoadOptions(options.config, metadata_only=True, optimizer=False))
+        check_source(path, source.header.manifest)
+        if options.card and CARD not in files:
+            made[CARD], notices = describe(path, repository, source.header, find_record(path))
+    hashes = {name: _hashes(file) for name, file in files.items()}
+    if dry_run:
+        hashes |= {name: _hashes_of(content) for name, content in made.items()}
+        return PushReport(repository, dict(sorted(hashes.items())), notices=notices)
+    with _hub_errors(repository):
+        return _beside(lambda: _commit(repository, files, hashes, made, notices, options))
+
+
+def _beside(work: Callable[[], PushReport]) -> PushReport:
+    """What a thread makes of some work, for which an interruption doesn't wait: the client would, until its uploads end."""
+    done: Future[PushReport] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, name="push", daemon=True).start()
+    while True:
+        try:
+            return done.result(_POLL_SECONDS)
+        except FutureTimeout:
+            if done.done():  # it is the work's own
+                raise
+
+
+def _files(path: Path, options: PushOptions) -> dict[str, Path]:
+    """Every file below a directory that is to be pushed. Raises UnsafeContent for a link that leads out of it."""
+    found: dict[str, Path] = {}
+    top = path.resolve()
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith(".git") and name != ".cache")
+        for name in sorted(names):
+            file = Path(folder) / name
+            below = file.relative_to(path).as_posix()
+            if not _is_asked_for(below, options):
+                continue
+            real = file.resolve()
+            if top not in real.parents and real.parent.name != "blobs":  # the Hub's own cache links there
+                raise UnsafeContent(f"{file}: is a link to {real}, outside of the directory that is pushed")
+            if not real.is_file():
+                raise UsageError(f"{file}: is not a regular file")
+            found[below] = file
+    if not found:
+        raise UsageError(f"{path}: has no file that --include and --exclude leave to push")
+    return found
+
+
+def _is_asked_for(name: str, options: PushOptions) -> bool:
+    included = not options.include or any(fnmatch(name, pattern) for pattern in options.include)
+    return included and not any(fnmatch(name, pattern) for pattern in options.exclude)
+
+
+def _hashes(file: Path) -> Hashes:
+    size = file.stat().st_size
+    sha256, blob = hashlib.sha256(), _git_hash(size)
+    with file.open("rb") as content:
+        while block := content.read(_READ):
+            sha256.update(block)
+            blob.update(block)
+    return Hashes(size, sha256.hexdigest(), blob.hexdigest())
+
+
+def _hashes_of(content: bytes) -> Hashes:
+    blob = _git_hash(len(content))
+    blob.update(content)
+    return Hashes(len(content), hashlib.sha256(content).hexdigest(), blob.hexdigest())
+
+
+def _git_hash(size: int) -> Any:
+    return hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+
+
+def _commit(
+    repository: str,
+    files: Mapping[str, Path],
+    hashes: Mapping[str, Hashes],
+    made: Mapping[str, bytes],
+    notices: list[str],
+    options: PushOptions,
+) -> PushReport:
+    from huggingface_hub import CommitOperationAdd
+
+    api = _api()
+    api.create_repo(repository, private=options.private or None, exist_ok=True)
+    if options.revision is not None and not options.create_pr and not options.revision.startswith("refs/"):
+        api.create_branch(repository, branch=options.revision, exist_ok=True)
+    head = api.model_info(repository, revision=options.revision).sha
+    if made and api.get_paths_info(repository, list(made), revision=head):
+        made, notices = {}, []  # a card that is there already is somebody's own
+    contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()} | dict(made)
+    hashes = dict(hashes) | {name: _hashes_of(content) for name, content in made.items()}
+    commit = api.create_commit(
+        repository,
+        [CommitOperationAdd(name, content) for name, content in sorted(contents.items())],
+        commit_message=options.message or "Upload with megaconv",
+        revision=options.revision,
+        create_pr=options.create_pr,
+        parent_commit=head,
+    )
+    _require_arrived(api, repository, commit.oid, hashes)
+    return PushReport(
+        repository, dict(sorted(hashes.items())), commit.oid, str(commit.commit_url), commit.pr_url, commit.oid != head, notices
+    )  # fmt: skip
+
+
+def _require_arrived(api: Any, repository: str, commit: str, hashes: Mapping[str, Hashes]) -> None:
+    """Raises ModelsDiffer naming files that the Hub doesn't have as they are here."""
+    names = sorted(hashes)
+    found: dict[str, Any] = {}
+    for start in range(0, len(names), _AT_ONCE):
+        paths = api.get_paths_info(repository, names[start : start + _AT_ONCE], revision=commit)
+        found |= {entry.path: entry for entry in paths}
+    missing = [name for name in names if name not in found]
+    other = [name for name in names if name in found and not _same(found[name], hashes[name])]
+    if missing or other:
+        what = [
+            *([f"lacks {listing(missing)}"] if missing else []),
+            *([f"has other content for {listing(other)}"] if other else []),
+        ]
+        raise ModelsDiffer(
+            f"{repository}: the Hub {' and '.join(what)} in commit {commit}; push again, and don't use that commit"
+        )
+
+
+def _same(entry: Any, hashes: Hashes) -> bool:
+    if entry.lfs is not None:
+        return (entry.lfs.sha256, entry.lfs.size) == (hashes.sha256, hashes.size)
+    return (entry.blob_id, entry.size) == (hashes.blob_id, hashes.size)
+
+
+def _api() -> Any:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import HfApi
+
+    return HfApi()
+
+
+_REASONS = {
+    401: "the Hub doesn't know who is pushing; run `hf auth login`, or set HF_TOKEN",
+    403: "the token may not write there, or access to the repository has to be asked for on its page",
+    404: "there is no such repository or revision, or the token may not see it",
+    409: "something of this name is there already, or somebody else pushed at the same time; push again",
+    412: "the branch has moved since the push began; look at what came, then push again",
+    413: "a file is larger than the Hub takes",
+    429: "the Hub asks for fewer requests; wait, then push again",
+}
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """What the client raises, in one line. An interruption says how to go on."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted):
+        raise Interrupted(
+            "the repository is as it was; the same command goes on with what is not yet uploaded"
+        ) from None
+    except CheckpointError:
+        raise
+    except LocalTokenNotFoundError as error:
+        raise CheckpointError(f"{repository}: {_REASONS[401]}", code="hub-refused") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", 0)
+        reason = _REASONS.get(status, _first_line(error))
+        raise CheckpointError(f"{repository}: the Hub refused ({status}): {reason}", code="hub-refused") from error
+    except Exception as error:  # its network errors have no class in common, and some are of other packages
+        raise CheckpointError(
+            f"{repository}: the push did not complete: {_first_line(error)}; the same command goes on with what is not yet uploaded",
+            code="hub-unreachable",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

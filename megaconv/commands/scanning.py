@@ -1,0 +1,177 @@
+"""What of a checkpoint would run code in somebody else's hands, and what is wrong with its files: `megaconv scan PATH`.
+
+Every file is looked at by itself, whether or not the whole is a checkpoint that megaconv can read. Nothing is loaded: of
+tensors only the headers are read.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats import dcp_metadata, safetensors, torch_zip
+from formats.ceilings import CONFIG_BYTES, INDEX_BYTES
+from formats.errors import CheckpointError, UnsafeContent
+from formats.pickle_scan import UNSAFE, Pickle, scan_file
+from formats.regular_files import read_json, regular_size
+from megaconv.engine.sidecars import leads_out
+from megaconv.errors import UsageError
+from megaconv.hub import resolve
+
+SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about one file."""
+
+    file: str
+    what: str
+
+
+@dataclass(frozen=True)
+class NamedGlobal:
+    """A class or function that a pickle names."""
+
+    file: str
+    place: str
+    name: str
+    judgement: str
+    """`ordinary`, `named` (not known, and not called), `unsafe` (not known, and called)."""
+
+
+@dataclass
+class Scan:
+    """What was found, in the order of the files."""
+
+    path: str
+    files: int = 0
+    globals: list[NamedGlobal] = field(default_factory=list)
+    code: list[Finding] = field(default_factory=list)
+    """Files that would run code, or say that others do; links that lead out of the checkpoint."""
+    faults: list[Finding] = field(default_factory=list)
+    remarks: list[Finding] = field(default_factory=list)
+
+    @property
+    def unsafe(self) -> list[NamedGlobal]:
+        return [each for each in self.globals if each.judgement == UNSAFE]
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command."""
+        if self.unsafe or self.code:
+            return UNSAFE_STATUS
+        return FAULTY_STATUS if self.faults else SAFE_STATUS
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "safe": not self.unsafe and not self.code,
+            "intact": not self.faults,
+            "files": self.files,
+            "globals": [vars(each) for each in self.globals],
+            "code": [vars(each) for each in self.code],
+            "faults": [vars(each) for each in self.faults],
+            "remarks": [vars(each) for each in self.remarks],
+        }
+
+
+def scan(path: str | Path) -> Scan:
+    """Look at every file of a checkpoint: a directory, a single file, or a Hub id. Raises CheckpointError where there is none."""
+    place = resolve(str(path))
+    if isinstance(place, str) or not place.exists():
+        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
+    found = Scan(str(path))
+    for file in _files(place):
+        found.files += 1
+        _look_at(file, str(file.relative_to(place)) if file != place else file.name, found)
+    return found
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if not place.is_dir():
+        yield place
+        return
+    for folder, directories, names in os.walk(place):
+        directories.sort()
+        for name in sorted([*names, *(each for each in directories if (Path(folder) / each).is_symlink())]):
+            yield Path(folder) / name
+
+
+def _look_at(file: Path, name: str, found: Scan) -> None:
+    if file.is_symlink() and leads_out(file) is not None:
+        found.code.append(Finding(name, f"is a link to {leads_out(file)}, outside of its directory"))
+        return
+    if file.is_dir():  # a link to a directory of the checkpoint, which is looked into where it is
+        return
+    if file.suffix == ".py":
+        found.remarks.append(Finding(name, "is code; nothing runs it unless a configuration's auto_map names it"))
+        return
+    try:
+        _look_into(file, name, found)
+    except UnsafeContent as error:
+        if not any(each.file == name for each in found.unsafe):
+            found.code.append(Finding(name, _without_path(error, file)))
+    except CheckpointError as error:
+        found.faults.append(Finding(name, _without_path(error, file)))
+    except OSError as error:
+        found.faults.append(Finding(name, f"can't be read: {error.strerror}"))
+
+
+def _without_path(error: CheckpointError, file: Path) -> str:
+    return str(error).removeprefix(f"{file}: ")
+
+
+def _look_into(file: Path, name: str, found: Scan) -> None:
+    """Raises CheckpointError for the fault of a file."""
+    regular_size(file)
+    if file.suffix == ".safetensors":
+        safetensors.read(file)
+    elif file.name.endswith(".index.json"):
+        for shard in sorted(set(safetensors.read_index(file).values())):
+            if not (file.parent / shard).is_file():
+                found.faults.append(Finding(name, f"names {shard}, which isn't there"))
+    elif file.suffix == ".json":
+        _look_into_json(file, name, found)
+    else:
+        pickles = list(scan_file(file, _ranges(file)))
+        for pickle in pickles:
+            _add(pickle, name, found)
+        if not any(pickle.fault for pickle in pickles):
+            _check_structure(file, bool(pickles))
+
+
+def _add(pickle: Pickle, name: str, found: Scan) -> None:
+    found.globals += (NamedGlobal(name, pickle.place, each, judged) for each, judged in pickle.names.items())
+    if pickle.fault:
+        found.faults.append(Finding(name, pickle.fault))
+
+
+def _check_structure(file: Path, has_pickles: bool) -> None:
+    """Raises CheckpointError for a file of torch's whose tensors don't lie where they should."""
+    if file.name == dcp_metadata.METADATA_NAME:
+        dcp_metadata.read(file)
+    elif file.suffix in (".pt", ".pth", ".bin", ".ckpt") and (has_pickles or file.stat().st_size == 0):
+        torch_zip.read(file)
+    elif file.suffix in (".pt", ".pth", ".ckpt") or file.name.startswith("pytorch_model"):
+        torch_zip.read(file)  # which says what it is instead
+
+
+def _ranges(file: Path) -> list[tuple[int, int]] | None:
+    """Where the archives of a `.distcp` file lie, as the `.metadata` beside it says; None for other files."""
+    if file.suffix != ".distcp":
+        return None
+    metadata = dcp_metadata.read(file.parent / dcp_metadata.METADATA_NAME)
+    places = [chunk.place for tensor in metadata.tensors.values() for chunk in tensor.chunks]
+    places += metadata.objects.values()
+    return sorted({(place.offset, place.nbytes) for place in places if place.file == file.name})
+
+
+def _look_into_json(file: Path, name: str, found: Scan) -> None:
+    value = read_json(file, INDEX_BYTES if file.stat().st_size > CONFIG_BYTES else CONFIG_BYTES)
+    named = value.get("auto_map") if isinstance(value, dict) else None
+    if named:
+        what = f"its auto_map has transformers run {json.dumps(named)[:300]} where trust_remote_code is given"
+        found.code.append(Finding(name, what))

@@ -1,0 +1,214 @@
+"""An adapter as peft saves it: adapter_config.json beside adapter_model.safetensors (older: adapter_model.bin).
+
+    base_model.model.<module>.lora_A.weight       [r, in]; lora_B.weight [out, r], lora_B.bias [out]
+    base_model.model.<module>.lora_embedding_A    [r, vocabulary]; lora_embedding_B [hidden, r]
+    base_model.model.<module>.lora_magnitude_vector   [out], of DoRA
+    base_model.model.<anything else>              replaces the model's tensor of this name (modules_to_save, trained biases)
+
+A module's path may have `base_layer` in it: where peft wrapped one thing twice, and in front of the tensors of what it
+wrapped. Source: peft 0.21.2, tuners/lora and utils/save_and_load.py.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.ceilings import CONFIG_BYTES
+from formats.regular_files import read_json
+from formats.tensor import LazyTensor
+from megaconv.engine.weight_files import read_file
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput, UsageError
+from megaconv.model.check import listing
+
+CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX = "base_model.model."
+_PARTS = {
+    "lora_A.weight": "a", "lora_B.weight": "b", "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude", "lora_embedding_A": "a", "lora_embedding_B": "b",
+}  # fmt: skip
+"""How names end -> which part of a module's adapter that is."""
+
+_READ = frozenset((
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path"),
+))  # fmt: skip
+_HARMLESS = frozenset((
+    # What the tensors show: which modules have an adapter, which tensors are replaced.
+    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias", "lora_bias"),
+    # The family's table knows which weights are stored [in, out].
+    "fan_in_fan_out",
+    # Of training alone.
+    *("lora_dropout", "inference_mode", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    # Names, and defaults of what is refused where it is switched on.
+    *("task_type", "revision", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "runtime_config"),
+))  # fmt: skip
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights with which training begins by changing the base's own weights."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter_config.json says."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Pattern of a module's path -> its rank, where it isn't `rank`."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    """Ends of names of parameters that have an adapter themselves, and not as the weight of a module."""
+    keeps_tie: bool = False
+    """Whether head and embedding stay one tensor where the embedding has an adapter."""
+    base: str = ""
+    """What it was trained on, for people."""
+
+    def rank_of(self, module: str) -> int:
+        return int(_by_pattern(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """What the product of a module's two matrices is multiplied with."""
+        alpha = _by_pattern(self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+    """Of the first pattern that fits a module's path, as peft compares them."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+
+
+@dataclass(frozen=True)
+class ModuleAdapter:
+    """The adapter of one module (or of one parameter)."""
+
+    module: str
+    """Its path in the model."""
+    a: LazyTensor
+    b: LazyTensor
+    bias: LazyTensor | None = None
+    magnitude: LazyTensor | None = None
+    embedding: bool = False
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's directory, opened; no tensor of it has been read."""
+
+    directory: Path
+    config: AdapterConfig
+    modules: tuple[ModuleAdapter, ...]
+    replaced: Mapping[str, LazyTensor]
+    """By the name of the model's tensor that each replaces."""
+    weights: Path
+
+
+def open_adapter(directory: Path) -> Adapter:
+    """Raises CheckpointError for what is not a complete LoRA adapter, or is of a kind that can't be merged."""
+    if not (directory / CONFIG).is_file():
+        raise UsageError(
+            f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
+        )
+    config = read_config(directory / CONFIG)
+    weights = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
+    if weights is None:
+        raise CorruptCheckpoint(
+            f"{directory}: has an {CONFIG} but no weights; expected {' or '.join(_WEIGHTS)}", code="missing-file"
+        )
+    modules, replaced = _sorted_out(read_file(weights), str(weights))
+    return Adapter(directory, config, modules, replaced, weights)
+
+
+def read_config(path: Path) -> AdapterConfig:
+    """Raises CorruptCheckpoint for values of a wrong kind, UnsupportedInput for what can't be merged, naming it."""
+    raw = read_json(path, CONFIG_BYTES)
+    if not isinstance(raw, dict):
+        raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    _refuse_unsupported(raw, str(path))
+    try:
+        return AdapterConfig(
+            _rank(raw["r"]),
+            _number(raw["lora_alpha"]),
+            bool(raw.get("use_rslora")),
+            bool(raw.get("use_dora")),
+            {_pattern(key): _rank(value) for key, value in (raw.get("rank_pattern") or {}).items()},
+            {_pattern(key): _number(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+            tuple(map(str, raw.get("target_parameters") or ())),
+            bool(raw.get("ensure_weight_tying")),
+            str(raw.get("base_model_name_or_path") or ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise CorruptCheckpoint(f"{path}: is not the configuration of a LoRA adapter ({error!r})") from error
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedInput(f"{where}: an adapter of peft_type {kind!r}; only LORA can be merged into weights here")
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
+        raise UnsupportedInput(
+            f"{where}: init_lora_weights {start!r} changed the base's weights before training, and the adapter doesn't hold "
+            "what they became; save it converted to plain LoRA (peft: path_initial_model_for_weight_conversion)"
+        )
+    switched_on = [key for key, value in raw.items() if value and key not in _READ | _HARMLESS]
+    if switched_on:
+        raise UnsupportedInput(f"{where}: {listing(switched_on)}: not supported; only plain LoRA, rsLoRA and DoRA are")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 31:
+        raise ValueError(f"{value!r} is no rank and no alpha")
+    return value
+
+
+def _rank(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{value!r} is no rank")
+    return int(_number(value))
+
+
+def _pattern(text: str) -> str:
+    re.compile(text)
+    return text
+
+
+def _sorted_out(
+    tensors: Mapping[str, LazyTensor], where: str
+) -> tuple[tuple[ModuleAdapter, ...], dict[str, LazyTensor]]:
+    """(adapters of modules, tensors that replace the model's)."""
+    parts: dict[str, dict[str, LazyTensor]] = {}
+    replaced: dict[str, LazyTensor] = {}
+    embeddings = set()
+    for name, tensor in tensors.items():
+        if not name.startswith(_PREFIX):
+            raise TensorMismatch(
+                f"{where}: {name}: names of a peft adapter begin with {_PREFIX}", code="unknown-tensor"
+            )
+        rest = name.removeprefix(_PREFIX)
+        module, end = _split(rest)
+        if end:
+            parts.setdefault(module, {})[_PARTS[end]] = tensor
+            embeddings |= {module} if "embedding" in end else set()
+        elif "lora_" in rest:
+            raise UnsupportedInput(f"{where}: {name} is a kind of adapter tensor that is not supported")
+        else:
+            replaced[rest.replace(".base_layer.", ".")] = tensor
+    for module, held in parts.items():
+        if not {"a", "b"} <= held.keys():
+            raise TensorMismatch(f"{where}: {module} has only one of its two matrices", code="missing-tensor")
+    return tuple(
+        ModuleAdapter(module, **held, embedding=module in embeddings) for module, held in parts.items()
+    ), replaced
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(module, how the name ends); an empty end where it isn't one of an adapter's."""
+    for end in _PARTS:
+        if name.endswith("." + end):
+            return name[: -len(end) - 1], end
+    return name, ""

@@ -1,0 +1,54 @@
+"""What a directory of transformers' will lack because its source, a checkpoint of Megatron's, doesn't say it.
+
+Megatron's own `--save` keeps neither tokenizer nor generation settings; our outputs have them in `hf/`.
+"""
+
+from collections.abc import Sequence
+
+from megaconv.engine.plan import OutputPlan
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.ir import Header
+
+GENERATION = "generation_config.json"
+EOS = "eos_token_id"
+TOKENIZER = "tokenizer"
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def missing_parts(header: Header, plan: OutputPlan) -> tuple[str, ...]:
+    """Of TOKENIZER, GENERATION and EOS those that nobody has said; none where the original's config.json is known.
+
+    plan: of an output without --base, which would have them.
+    """
+    if header.layout is None or header.config.hf is not None or CONFIG_NAME not in plan.files:
+        return ()
+    has_tokenizer = any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in plan.files)
+    there = {
+        TOKENIZER: has_tokenizer,
+        GENERATION: GENERATION in plan.files,
+        EOS: header.config.eos_token_id is not None,
+    }
+    return tuple(part for part, is_there in there.items() if not is_there)
+
+
+def completeness_notices(header: Header, missing: Sequence[str]) -> tuple[str, ...]:
+    """What a user should know before the copy: which files come from elsewhere, what is missing and who has it."""
+    taken = header.named_tokenizer and header.config.hf is None and header.files
+    notices = []
+    if taken:
+        files = ", ".join(sorted(header.files))
+        notices.append(
+            f"from {header.named_tokenizer}, which the checkpoint's arguments name as its tokenizer: {files}"
+        )
+    if missing:
+        hint = (
+            f" (its arguments name the tokenizer {header.named_tokenizer})"
+            if header.named_tokenizer and not taken
+            else ""
+        )
+        notices.append(
+            f"the output will have no {', no '.join(missing)}: the checkpoint doesn't hold them{hint}; "
+            "--config ORIGINAL, the model's Hugging Face directory, completes it"
+        )
+    return tuple(notices)

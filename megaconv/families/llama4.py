@@ -1,0 +1,136 @@
+"""Llama 4, text alone: one expert a token, of which the router scales the input, and a shared one; layers that don't rotate.
+
+q and k of layers that rotate are divided by the root of the mean of their squares where `use_qk_norm` says so (Scout).
+`intermediate_size` is the width of an expert, `intermediate_size_mlp` that of a dense layer.
+"""
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.families import Family
+from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
+from megaconv.families.mixtral import MOE_NORM, expert_rows, shared_expert_rows
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, rope
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size, size
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
+from megaconv.model.table import Row, Spelling, StackedTransposed
+
+_HF = "model.layers.{l}.feed_forward."
+_GATE_UP = StackedTransposed(_HF + "experts.gate_up_proj", "experts hidden 2*moe_ffn")
+_DOWN = StackedTransposed(_HF + "experts.down_proj", "experts moe_ffn hidden")
+_NAMES: dict[str, Spelling] = {
+    "layers.{l}.mlp.{gate|up}.weight": _HF + "{gate|up}_proj.weight",
+    "layers.{l}.mlp.down.weight": _HF + "down_proj.weight",
+    "layers.{l}.mlp.router.weight": _HF + "router.weight",
+    "layers.{l}.mlp.experts.{e}.{gate|up}.weight": _GATE_UP,
+    "layers.{l}.mlp.experts.{e}.down.weight": _DOWN,
+    "layers.{l}.mlp.shared.{gate|up}.weight": _HF + "shared_expert.{gate|up}_proj.weight",
+    "layers.{l}.mlp.shared.down.weight": _HF + "shared_expert.down_proj.weight",
+}
+
+
+def _spelled(row: Row) -> Row:
+    """All experts of a layer are one tensor in every file, so that there is no other spelling of them."""
+    name = _NAMES.get(row.canonical)
+    return row if name is None else row.renamed(hf=name, hf_stacked=name)
+
+
+_DENSE = (row for row in MLP if not row.canonical.endswith(".bias"))
+_MIXTURE = (MOE_NORM, *_DENSE, *expert_rows("", "{|}", ""), *shared_expert_rows("{|}", ""))
+ROWS = in_core((EMBEDDING, *ATTENTION, *map(_spelled, _MIXTURE), *HEAD))
+
+
+def _read_widths(raw: Raw) -> Fields:
+    width = need_size(raw, "intermediate_size", 8192)
+    dense = need_size(raw, "intermediate_size_mlp", 16384)
+    return {"mlp.ffn": dense, "experts.ffn": width, "experts.shared_ffn": width}
+
+
+def _write_widths(config: ModelConfig) -> Raw:
+    return {"intermediate_size": config.experts.ffn, "intermediate_size_mlp": config.mlp.ffn}
+
+
+def _read_experts(raw: Raw) -> Fields:
+    layers, step = need_size(raw, "num_hidden_layers"), need_size(raw, "interleave_moe_layer_step", 1)
+    chosen = raw.get("moe_layers")
+    chosen = range(step - 1, layers, step) if chosen is None else chosen
+    return {"layers.mlp": per_layer(chosen, layers, "experts", "dense")}
+
+
+def _write_experts(config: ModelConfig) -> Raw:
+    return {"moe_layers": list(config.layers_with("moe")), "interleave_moe_layer_step": 1}
+
+
+_ATTENDS = {1: "chunked_attention", 0: "full_attention"}
+
+
+def _read_rotation(raw: Raw) -> Fields:
+    """no_rope_layers has a 1 for a layer that rotates. Those attend to chunks of the sequence, the others to all of it."""
+    layers, step = need_size(raw, "num_hidden_layers"), need_size(raw, "no_rope_layer_interval", 4)
+    rotates = raw.get("no_rope_layers") or [int((layer + 1) % step > 0) for layer in range(layers)]
+    if len(rotates) != layers:
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: no_rope_layers lists {len(rotates)} layers, the model has {layers}")
+    kinds = [_ATTENDS[int(bool(word))] for word in rotates]
+    if raw.get("layer_types") not in (None, kinds):
+        raise NotExpressible(
+            f"{CONFIG_NAME}: layer_types should have chunked_attention for the layers that rotate by no_rope_layers, "
+            "full_attention for all others"
+        )
+    return {"layers.rotates": tuple(bool(word) for word in rotates)}
+
+
+def _write_rotation(config: ModelConfig) -> Raw:
+    rotates = [int(kind.rotates) for kind in config.layers]
+    return {"no_rope_layers": rotates, "layer_types": [_ATTENDS[word] for word in rotates]}
+
+
+def _read_temperature(raw: Raw) -> Fields:
+    if not raw.get("attn_temperature_tuning", True):
+        raise NotExpressible(f"{CONFIG_NAME}: attn_temperature_tuning should be true in this architecture")
+    return {}
+
+
+_KEYS = (
+    *decoder_keys(
+        positions=131072, kv_heads=8, head_dim=128, ffn=8192, epsilon=1e-5, rotation=rope(5e5), tokens=(1, 2, None)
+    ),
+    Keys(("intermediate_size", "intermediate_size_mlp"), _read_widths, _write_widths),
+    size("num_local_experts", "experts.count", 16),
+    size("num_experts_per_tok", "experts.per_token", 1),
+    Keys(("moe_layers", "interleave_moe_layer_step"), _read_experts, _write_experts),
+    Keys(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_rotation, _write_rotation),
+    Keys(("attn_temperature_tuning",), _read_temperature, lambda config: {"attn_temperature_tuning": True}),
+    flags("use_qk_norm", ("attention.qk_l2_norm",), default=True),
+    BIASES,
+)
+_CHUNK = 8192
+_ONLY = {**SILU, "attention_chunk_size": _CHUNK, "floor_scale": _CHUNK, "attn_scale": 0.1}
+_FIXED = {
+    "positions.interleaved": True,
+    "experts.score": "sigmoid",
+    "experts.renormalize": False,
+    "experts.probs_on_input": True,
+}
+
+
+def _notices(config: ModelConfig) -> tuple[str, ...]:
+    found = []
+    if config.max_positions > _CHUNK:
+        found.append(
+            f"beyond {_CHUNK} tokens layers that rotate attend to chunks of {_CHUNK} and the others scale queries by their position, "
+            f"for which Megatron core has no place: it computes the same up to {_CHUNK} tokens, of {config.max_positions}"
+        )
+    if config.has("qk_l2_norm skips_rope"):
+        found.append(
+            "Megatron core's qk_l2_norm is for all layers, the model's for those that rotate alone: in the others q_layernorm and "
+            "k_layernorm have to be made IdentityOp when the model is built"
+        )
+    return tuple(found)
+
+
+FAMILY = Family(
+    "llama4", ("Llama4ForCausalLM",), "llama4_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only=_ONLY, ignored=IGNORED,
+    recognized="rope interleaved pre_norm !norm_bias silu gated !zero_centered !mla mixture sigmoid_router probs_on_input",
+    notices=_notices, proven="custom module",
+)  # fmt: skip
+"""The custom module is IdentityOp, where there are norms of q and k; models without (Maverick) are all megatron-core's own."""

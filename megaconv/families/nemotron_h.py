@@ -1,0 +1,115 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano: layers of Mamba 2, attention, MLPs and experts, each of which is one alone."""
+
+from megaconv.families import Family
+from megaconv.families.glm4_moe import SIGMOID
+from megaconv.families.llama import EMBEDDING, HEAD
+from megaconv.families.parts.decoder_keys import SQUARED_RELU, model_keys
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.expert_keys import routed_experts, sigmoid_routing
+from megaconv.families.parts.keys import Keys, size
+from megaconv.families.parts.mamba import (
+    HEADS,
+    MAMBA_ONLY,
+    MAMBA_SIZES,
+    PATTERN,
+    TIME_STEP_LIMIT,
+    limited_time_steps,
+    mamba_rows,
+    of_experts,
+)
+from megaconv.families.parts.mtp import MTP_LEFT_OUT
+from megaconv.model.table import Fused, Row, Stacked
+
+_NORM = "backbone.layers.{l}.norm."
+_HF = "backbone.layers.{l}.mixer."
+_CORE = "decoder.layers.{l}."
+_EXPERT = _CORE + "mlp.experts.local_experts.{e}."
+
+_ATTENTION = (
+    Row("layers.{l}.input_norm.weight", ("hidden",), when="attention",
+        hf=_NORM + "weight",
+        core=_CORE + "self_attention.linear_qkv.layer_norm_weight",
+        core_local=_CORE + "input_layernorm.weight"),
+    Row("layers.{l}.attn.{q|k|v}.weight", ("heads*head_dim hidden", "kv_heads*head_dim hidden", "kv_heads*head_dim hidden"), tp=0,
+        when="attention",
+        hf=_HF + "{q|k|v}_proj.weight",
+        core=Fused(_CORE + "self_attention.linear_qkv.weight", groups="kv_heads")),
+    Row("layers.{l}.attn.o.weight", ("hidden heads*head_dim",), tp=1, when="attention",
+        hf=_HF + "o_proj.weight",
+        core=_CORE + "self_attention.linear_proj.weight"),
+)  # fmt: skip
+_MLP = (
+    Row("layers.{l}.mlp_norm.weight", ("hidden",), when="dense",
+        hf=_NORM + "weight",
+        core=_CORE + "mlp.linear_fc1.layer_norm_weight",
+        core_local=_CORE + "pre_mlp_layernorm.weight"),
+    Row("layers.{l}.mlp.up.weight", ("ffn hidden",), tp=0, when="dense",
+        hf=_HF + "up_proj.weight",
+        core=_CORE + "mlp.linear_fc1.weight"),
+    Row("layers.{l}.mlp.down.weight", ("hidden ffn",), tp=1, when="dense",
+        hf=_HF + "down_proj.weight",
+        core=_CORE + "mlp.linear_fc2.weight"),
+)  # fmt: skip
+_EXPERTS = (
+    Row("layers.{l}.mlp_norm.weight", ("hidden",), when="moe",
+        hf=_NORM + "weight",
+        core=_CORE + "pre_mlp_layernorm.weight"),
+    Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
+        hf=_HF + "gate.weight",
+        core=_CORE + "mlp.router.weight"),
+    Row("layers.{l}.mlp.router.bias", ("experts",), when="moe",
+        hf=_HF + "gate.e_score_correction_bias",
+        core=_CORE + "mlp.router.expert_bias"),
+    Row("layers.{l}.mlp.experts.{e}.up.weight", ("moe_ffn hidden",), tp=0, when="moe",
+        hf=_HF + "experts.{e}.up_proj.weight",
+        hf_stacked=Stacked(_HF + "experts.up_proj"),
+        core=_EXPERT + "linear_fc1.weight",
+        core_grouped=_CORE + "mlp.experts.linear_fc1.weight{e}"),
+    Row("layers.{l}.mlp.experts.{e}.down.weight", ("hidden moe_ffn",), tp=1, when="moe",
+        hf=_HF + "experts.{e}.down_proj.weight",
+        hf_stacked=Stacked(_HF + "experts.down_proj"),
+        core=_EXPERT + "linear_fc2.weight",
+        core_grouped=_CORE + "mlp.experts.linear_fc2.weight{e}"),
+    Row("layers.{l}.mlp.shared.up.weight", ("shared_ffn hidden",), tp=0, when="moe",
+        hf=_HF + "shared_experts.up_proj.weight",
+        core=_CORE + "mlp.shared_experts.linear_fc1.weight"),
+    Row("layers.{l}.mlp.shared.down.weight", ("hidden shared_ffn",), tp=1, when="moe",
+        hf=_HF + "shared_experts.down_proj.weight",
+        core=_CORE + "mlp.shared_experts.linear_fc2.weight"),
+)  # fmt: skip
+ROWS = in_core((
+    EMBEDDING.renamed(hf="backbone.embeddings.weight"), *mamba_rows(_NORM, _HF), *_ATTENTION, *_MLP, *_EXPERTS,
+    HEAD[0].renamed(hf="backbone.norm_f.weight", core="decoder.final_norm.weight"), HEAD[1],
+))  # fmt: skip
+
+_KEYS = (
+    PATTERN,
+    size("hidden_size", "hidden"),
+    size("intermediate_size", "mlp.ffn", 21504),
+    size("max_position_embeddings", "max_positions", 4096),
+    HEADS,
+    *MAMBA_SIZES,
+    *map(
+        of_experts,
+        (
+            *routed_experts(count=8, per_token=2, width=7688),
+            size("moe_shared_expert_intermediate_size", "experts.shared_ffn", 7688),
+            *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
+            Keys((), lambda raw: SIGMOID, lambda config: {}),
+        ),
+    ),
+    TIME_STEP_LIMIT,
+    Keys(("num_nextn_predict_layers", "mtp_layers_block_type"), lambda raw: {}, lambda config: {}),
+    *model_keys(tied=False, tokens=(1, 2, 0)),
+)
+_FIXED = {**SQUARED_RELU, "positions.kind": "none", "norm.kind": "RMSNorm", "norm.epsilon": 1e-5}
+_ONLY = {
+    **MAMBA_ONLY,
+    **{"mlp_hidden_act": "relu2", "sliding_window": None, "mlp_bias": False, "attention_bias": False},
+    **{"n_shared_experts": 1, "moe_latent_size": None},
+}
+
+FAMILY = Family(
+    "nemotron_h", ("NemotronHForCausalLM",), "nemotron_h", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, left_out=MTP_LEFT_OUT,
+    recognized="mamba_layers !rope !learned !norm_bias !zero_centered relu2 plain", proven="custom module", notices=limited_time_steps,
+)  # fmt: skip

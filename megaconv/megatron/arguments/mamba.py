@@ -1,0 +1,63 @@
+"""Megatron's arguments of hybrids with Mamba layers, from and to our configuration and layout.
+
+    hybrid_override_pattern     a symbol a layer (megaconv/model/pattern.py); a checkpoint's tensors show it
+    hybrid_layer_pattern        the same from core 0.17 on, which may have `|` between pipeline stages, and `/` before MTP layers
+    mamba_num_heads, mamba_head_dim, mamba_num_groups, mamba_state_dim
+    spec                        the module of the layers: Megatron-LM's script builds no such model without one
+
+Up to core 0.16 stages are even, or all but the first and the last are. Any other stages, and virtual ones, are written in
+hybrid_layer_pattern, so that core 0.17 and newer read them. Source: mamba_block.py and mamba_builders.py of core 0.16.1,
+hybrid_layer_allocation.py and arguments.py of Megatron-LM at d98e8a64ddf3.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.layout import Layout, split_arguments
+from megaconv.model.pattern import pattern_of
+
+_SIZES = {
+    "mamba_num_heads": "mamba.heads",
+    "mamba_head_dim": "mamba.head_dim",
+    "mamba_num_groups": "mamba.groups",
+    "mamba_state_dim": "mamba.state",
+}
+NEEDED_OF_MAMBA = {"mamba.groups": "mamba_num_groups", "mamba.state": "mamba_state_dim"}
+"""What tensors don't show -> the argument that does."""
+_BY_PATTERN = {"pipeline_model_parallel_layout": None, "num_layers_per_virtual_pipeline_stage": None}
+
+
+def mamba_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """All arguments of hybrids with Mamba layers; none for models without. Raises NotExpressible for layers that no pattern has."""
+    if not config.has("mamba_layers"):
+        return {}
+    pattern, split = pattern_of(config), split_arguments(layout)
+    listed = split["pipeline_model_parallel_layout"] is not None or layout.vpp > 1
+    return {
+        **{name: value_of(config, field) for name, field in _SIZES.items()},
+        "is_hybrid_model": True,
+        "hybrid_override_pattern": pattern,
+        "hybrid_attention_ratio": 0.0,
+        "hybrid_mlp_ratio": 0.0,
+        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+        **({"hybrid_layer_pattern": _with_stages(pattern, layout), **_BY_PATTERN} if listed else {}),
+    }
+
+
+def _with_stages(pattern: str, layout: Layout) -> str:
+    return "|".join(pattern[chunk.first_layer : chunk.first_layer + chunk.layers] for chunk in layout.chunks())
+
+
+def read_mamba(args: Namespace) -> dict[str, Any]:
+    """As fields of the configuration; nothing where the arguments of other models have their defaults."""
+    found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def stages_of(args: Namespace) -> tuple[int, ...] | None:
+    """Layers of each stage by hybrid_layer_pattern, in the order of the model; None where it doesn't list stages."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if not isinstance(pattern, str) or "|" not in pattern:
+        return None
+    return tuple(map(len, pattern.partition("/")[0].split("|")))

@@ -1,0 +1,178 @@
+"""What to do with an input that no loader recognises: one table of what people bring, each with its next step.
+
+A row says what a directory or a file is by its names and first bytes, never by more; the first that fits is the one.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from formats import rank_files
+from formats.mistaken_files import SEEN_BYTES, mistaken
+from formats.regular_files import open_regular
+from megaconv.errors import CheckpointError, CorruptCheckpoint, UnknownFormat, UnsupportedInput
+from megaconv.families.parts.keys import CONFIG_NAME
+
+_MOST = 1000
+"""Entries of a directory that are looked at."""
+_LISTED = 5
+"""Of them, those that a message names."""
+
+
+class Kind(NamedTuple):
+    """One row of the table."""
+
+    patterns: tuple[str, ...]
+    """Names of which a directory has one at least, or that a file has."""
+    step: str
+    """Follows the path; {name}: what fitted."""
+    incomplete: bool = False
+    """Whether it is a checkpoint that can be read, but for a file that isn't there; none is where config.json is."""
+
+
+DIRECTORIES = (
+    Kind(
+        ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+        "is an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE ADAPTER`, or `megaconv convert "
+        "--load-dir BASE --adapter ADAPTER`, merges it into its base",
+    ),
+    Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
+    Kind(
+        ("*.nemo",),
+        "holds a NeMo archive ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
+    ),
+    Kind(
+        ("zero_to_fp32.py", "global_step*", "zero_pp_rank_*", "*_optim_states.pt"),
+        "has the files of a DeepSpeed run ({name}), but no complete checkpoint of ZeRO: expected `latest` with the directory that it "
+        "names, or *_model_states.pt with *_optim_states.pt",
+    ),
+    Kind(
+        ("model_weights", "weights/.metadata", "context/model.yaml"),
+        "is a NeMo checkpoint ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
+    ),
+    Kind(
+        ("consolidated.*",),
+        "has {name} and no params.json, which says what model it is; put the original's beside it",
+        incomplete=True,
+    ),
+    Kind(
+        ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+        "has weights ({name}) and no config.json, which says what model they are; put the original's there, or give "
+        "--loader hf --config ORIGINAL",
+        incomplete=True,
+    ),
+)
+REMAINS = (
+    Kind(
+        ("*.safetensors", "pytorch_model*.bin"),
+        "has weights ({name}) and neither a config.json nor an index (model.safetensors.index.json); put the original's beside them",
+        incomplete=True,
+    ),
+    Kind(
+        ("flax_model.msgpack", "tf_model.h5", "model.ckpt.index", "*.onnx", "*.h5"),
+        "holds {name}, which can't be read; load it with transformers and save it with save_pretrained()",
+    ),
+    Kind(
+        ("*.distcp",),
+        "has {name} but no .metadata, which says what lies where; copy the whole checkpoint, hidden files included",
+        incomplete=True,
+    ),
+)
+"""Said only where no checkpoint lies below."""
+FILES = (
+    Kind(("*.gguf",), "is a GGUF file, which can't be read; convert the model's Hugging Face directory"),
+    Kind(("*.nemo",), "is a NeMo archive, which can't be read; export it to a Hugging Face directory with NeMo"),
+    Kind(
+        ("*.tar", "*.tar.gz", "*.tgz", "*.zip", "*.tar.zst", "*.7z"),
+        "is an archive; unpack it and give the directory that comes out",
+    ),
+)
+
+
+def explain(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError | None:
+    """The error for an input that no loader recognises; None where nothing is known of it.
+
+    is_checkpoint: whether some loader recognises a directory.
+    """
+    try:
+        return _directory(path, is_checkpoint) if path.is_dir() else _file(path, is_checkpoint)
+    except OSError:  # no permission to look further
+        return None
+
+
+def _file(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError | None:
+    for kind in FILES:
+        if any(path.match(pattern) for pattern in kind.patterns):
+            return UnsupportedInput(f"{path}: {kind.step}")
+    instead = mistaken(_start(path))
+    if instead:
+        return CorruptCheckpoint(f"{path}: {instead}")
+    directory = next((each for each in list(path.absolute().parents)[:3] if is_checkpoint(each)), None)
+    if directory is not None:
+        return UnknownFormat(
+            f"{path}: is one file of a checkpoint; give the directory that holds all of it: {directory}"
+        )
+    known = _directory(path.parent, is_checkpoint, below=False)
+    return known or UnknownFormat(f"{path}: is a file, where the directory of a checkpoint should be")
+
+
+def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool = True) -> CheckpointError | None:
+    if next(path.iterdir(), None) is None:
+        return UnknownFormat(
+            f"{path}: is an empty directory; is this the right path, and is a download or a copy complete?"
+        )
+    if path.name.startswith("mp_rank_") or (path / rank_files.MODEL_FILE).is_file():
+        root = next((each for each in list(path.absolute().parents)[:2] if is_checkpoint(each)), path.absolute().parent)
+        return UnknownFormat(f"{path}: is one rank of a Megatron checkpoint; give the directory of all ranks: {root}")
+    error = _of(DIRECTORIES, path)
+    if error is None and below:
+        error = _parent(path, list(islice(_below(path, is_checkpoint), _LISTED)))
+    return error or _of(REMAINS, path)
+
+
+def _of(kinds: tuple[Kind, ...], path: Path) -> CheckpointError | None:
+    for kind in kinds:
+        found = next((found for pattern in kind.patterns for found in islice(path.glob(pattern), 1)), None)
+        if found is None:
+            continue
+        what = f"{path}: {kind.step.format(name=found.relative_to(path))}"
+        if not kind.incomplete:
+            return UnsupportedInput(what)
+        if not (path / CONFIG_NAME).is_file():
+            return UnknownFormat(what)
+    return None
+
+
+def _parent(path: Path, below: list[Path]) -> CheckpointError | None:
+    if len(below) == 1:
+        name = below[0].relative_to(path)
+        return UnknownFormat(f"{path}: is no checkpoint itself; `{name}/` below is one: give {below[0]}")
+    if below:
+        names = ", ".join(f"`{each.relative_to(path)}/`" for each in below)
+        return UnknownFormat(f"{path}: is no checkpoint itself; these below are, give one of them: {names}")
+    return None
+
+
+def _below(path: Path, is_checkpoint: Callable[[Path], bool]) -> Iterator[Path]:
+    """Checkpoints one or two levels down, of which the upper ones hide those in them."""
+    for child in sorted(islice(path.iterdir(), _MOST)):
+        if child.is_symlink() or not child.is_dir():
+            continue
+        if is_checkpoint(child):
+            yield child
+        else:
+            yield from (
+                inner
+                for inner in sorted(islice(child.iterdir(), _MOST))
+                if inner.is_dir() and not inner.is_symlink() and is_checkpoint(inner)
+            )
+
+
+def _start(path: Path) -> bytes:
+    descriptor = open_regular(path)
+    try:
+        return os.read(descriptor, SEEN_BYTES)
+    finally:
+        os.close(descriptor)

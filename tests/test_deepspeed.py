@@ -1,0 +1,150 @@
+"""DeepSpeed's ZeRO checkpoints: against what DeepSpeed's own tool makes of them, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from tests.conftest import FIXTURES
+from tests.runs import assert_refused, run
+
+CASES = sorted(FIXTURES.glob("deepspeed-*"))
+GROUPS = FIXTURES / "deepspeed-zero2-llama-tied-groups-dp2"
+FROZEN = FIXTURES / "deepspeed-zero1-llama-tied-frozen-dp2"
+CUT = FIXTURES / "deepspeed-zero3-llama-dp2"
+TRAINED = [case for case in CASES if case != FROZEN]
+
+
+def converted(source: Path, target: Path, *options: object) -> dict[str, torch.Tensor]:
+    outcome = run("convert", "--load-dir", source, "--saver", "hf", "--save-dir", target, *options)
+    assert outcome.status == 0, outcome
+    found: dict[str, torch.Tensor] = load_file(target / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fp32_weights_are_those_of_deepspeeds_own_tool(case: Path, tmp_path: Path) -> None:
+    expected = load_file(case / "expected.safetensors")
+    found = converted(case / "checkpoint", tmp_path / "out", "--dtype", "fp32")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name].float()), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_without_a_dtype_weights_are_as_the_module_computes_with_them(case: Path, tmp_path: Path) -> None:
+    expected = load_file(case / "expected.safetensors")
+    for name, tensor in converted(case / "checkpoint" / "global_step3", tmp_path / "out").items():
+        assert torch.equal(tensor, expected[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_optimizer_state_goes_along_to_megatron(case: Path, ckpt_format: str, tmp_path: Path) -> None:
+    report = megaconv.convert(case / "checkpoint", tmp_path / "core", saver="core", tp=2, ckpt_format=ckpt_format)
+    found = megaconv.fingerprint(tmp_path / "core")
+    assert found == report.fingerprint
+    assert found.optimizer is not None
+    assert json.loads(run("inspect", tmp_path / "core", "--json").out)["optimizer"]["step"] == 3
+
+
+@pytest.mark.parametrize("case", [GROUPS, CUT], ids=lambda case: case.name)
+def test_moments_are_put_together_from_all_ranks(case: Path) -> None:
+    """Against torch's own reading of the files, and the offsets that each rank notes for itself."""
+    slots = megaconv.open(case / "checkpoint").slots
+    assert {key.slot for key in slots} == {"master", "exp_avg", "exp_avg_sq"}
+    tensor = slots[next(key for key in slots if key == ("layers.0.mlp.down.weight", "exp_avg"))]
+    name, shape = "model.layers.0.mlp.down_proj.weight", (32, 56)
+    states = [read(case / "checkpoint/global_step3", rank) for rank in (0, 1)]
+    if case == CUT:
+        start, piece = offset(case, name), 32 * 56 // 2
+        parts = [state["optimizer_state_dict"]["state"][0]["exp_avg"][start : start + piece] for state in states]
+    else:
+        held = [state["param_slice_mappings"][0].get(name) for state in states]
+        flat = [state["base_optimizer_state"]["state"][0]["exp_avg"] for state in states]
+        parts = [each[at.start : at.start + at.numel] for each, at in zip(flat, held, strict=True) if at is not None]
+    values = megaconv_tensor(tensor)
+    assert torch.equal(values, torch.cat(parts).reshape(shape))
+
+
+def megaconv_tensor(tensor: object) -> torch.Tensor:
+    from formats.tensor import read_tensor
+
+    return torch.from_numpy(read_tensor(tensor).view("float32"))  # type: ignore[arg-type]
+
+
+def offset(case: Path, name: str) -> int:
+    """Elements of a rank's vector before a parameter, under stage 3."""
+    state = torch.load(case / "checkpoint/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+    shapes: Mapping[str, torch.Size] = state["param_shapes"][0]
+    before = list(shapes)[: list(shapes).index(name)]
+    return sum(-(-shapes[each].numel() // 2) for each in before)
+
+
+class Record:
+    """Stands for a class of DeepSpeed's."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+
+
+def read(directory: Path, rank: int) -> dict[str, dict[str, object]] | dict[str, object]:
+    import pickle
+    from types import ModuleType
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            return Record if module.startswith("deepspeed") else super().find_class(module, name)
+
+    module = ModuleType("pickle_of_deepspeed")
+    module.Unpickler, module.load, module.loads = Unpickler, pickle.load, pickle.loads  # type: ignore[attr-defined]
+    file = directory / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    found: dict[str, object] = torch.load(file, weights_only=False, pickle_module=module)["optimizer_state_dict"]
+    return found
+
+
+def test_parameters_that_are_not_trained_are_named_and_taken_from_the_module(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = run("convert", "--load-dir", FROZEN / "checkpoint", "--saver", "core", "--save-dir", tmp_path / "core")
+    assert outcome.status == 0, outcome
+    assert "model.layers.0.self_attn.q_proj.weight" in caplog.text
+    assert "optimizer state was left out" in outcome.err
+
+
+def broken(source: Path, target: Path) -> Path:
+    shutil.copytree(source / "checkpoint", target)
+    return target / "global_step3"
+
+
+def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    step = broken(GROUPS, tmp_path / "in")
+    (step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    assert_refused(run("inspect", tmp_path / "in"), 3, str(step), "2 ranks", "rank 1")
+
+
+def test_partitions_of_another_run_are_refused(tmp_path: Path) -> None:
+    step = broken(GROUPS, tmp_path / "in")
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(FROZEN / "checkpoint/global_step3" / name, step / name)
+    assert run("inspect", tmp_path / "in").status == 3
+
+
+def test_pipelines_and_a_tag_that_leads_elsewhere_are_refused(tmp_path: Path) -> None:
+    step = broken(GROUPS, tmp_path / "in")
+    (step / "layer_01-model_00-model_states.pt").write_bytes(b"")
+    assert_refused(run("inspect", tmp_path / "in"), 3, "layer_01-model_00-model_states.pt", "not supported")
+    (tmp_path / "in" / "latest").write_text("../elsewhere")
+    assert_refused(run("inspect", tmp_path / "in"), 6, "latest", "../elsewhere")
+
+
+def test_without_a_config_json_it_is_asked_for(tmp_path: Path) -> None:
+    broken(GROUPS, tmp_path / "in")
+    (tmp_path / "in" / "config.json").unlink()
+    assert_refused(run("inspect", tmp_path / "in"), 2, "--config")
+    assert run("inspect", tmp_path / "in", "--config", GROUPS / "checkpoint").status == 0

@@ -1,0 +1,141 @@
+"""`megaconv scan`: everything that would run code is found and nothing runs; faults of all files in one go."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from formats.pickle_scan import NAMED, ORDINARY, UNSAFE, scan_pickle
+from tests.conftest import FIXTURES
+from tests.models import write_llama
+from tests.runs import Outcome, run, unchanged
+from tests.trust.gadgets import _FORMS, CALLS
+
+DATA = {
+    "builtins.bytearray", "builtins.list", "builtins.range", "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar",
+    "numpy.dtype", "collections.Counter", "argparse.Namespace", "_codecs.encode", "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter", "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_device_tensor_from_numpy",
+    "pathlib.PosixPath", "datetime.datetime", "copyreg._reconstructor",
+}  # fmt: skip
+"""Of the calls that are tried, those that only make data: wrong arguments are a fault of a file, no more."""
+
+
+class Program:
+    """What torch.load would run."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(outcome.out)
+    return found
+
+
+@pytest.mark.parametrize("form", range(len(_FORMS)), ids=[name for name, _ in _FORMS])
+def test_every_call_that_would_run_something_is_unsafe_in_every_form(form: int) -> None:
+    form_name, build = _FORMS[form]
+    missed = []
+    for module, name, arguments in CALLS:
+        if form_name == "alone" and name == "ndarray":
+            continue  # which every array is made of
+        found = scan_pickle(b"\x80\x04" + build(module, name, arguments) + b".")
+        wanted = NAMED if form_name == "alone" else UNSAFE
+        if wanted not in found.names.values() and f"{module}.{name}" not in DATA:
+            missed.append(f"{module}.{name}")
+    assert missed == []
+
+
+def test_a_name_that_is_never_called_is_told_and_no_more() -> None:
+    assert scan_pickle(b"\x80\x02cmycode\nConfig\n.").names == {"mycode.Config": NAMED}
+    assert scan_pickle(b"\x80\x02ctorch\nSize\n(tR.").names == {"torch.Size": ORDINARY}
+
+
+def test_what_follows_an_unsafe_call_is_looked_at_too() -> None:
+    found = scan_pickle(b"\x80\x02cos\nsystem\n(X\x01\x00\x00\x00xtR0cposix\nsystem\n(X\x01\x00\x00\x00xtR.")
+    assert found.names == {"os.system": UNSAFE, "posix.system": UNSAFE}
+
+
+@pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "plain pickle"])
+def test_a_program_in_a_file_of_weights_ends_with_status_6_and_does_not_run(kind: str, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    content = {"weight": torch.zeros(2), "more": Program(tmp_path / "executed")}
+    if kind == "plain pickle":
+        (model / "optimizer.pkl").write_bytes(pickle.dumps({"more": Program(tmp_path / "executed")}))
+    else:
+        torch.save(content, model / "extra.pt", _use_new_zipfile_serialization=kind == "zip")
+    with unchanged(tmp_path):
+        outcome = run("scan", model)
+        found = as_json(run("scan", model, "--json"))
+    assert outcome.status == 6
+    assert "posix.system" in outcome.out
+    assert [each["name"] for each in found["globals"] if each["judgement"] == "unsafe"] == ["posix.system"]
+    assert (found["safe"], found["intact"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "core-te-llama-optim-tp2pp1",
+        "dist-llama-optim-dp2-dp_zero_gather_scatter",
+        "zarr-llama-optim-tp2pp2",
+        "dcp-hf-writer",
+    ],
+)
+def test_what_megatron_and_torch_write_is_safe(name: str) -> None:
+    outcome = run("scan", FIXTURES / name, "--json")
+    found = as_json(outcome)
+    assert outcome.status == 0, outcome
+    assert {each["judgement"] for each in found["globals"]} <= {"ordinary"}
+    assert bool(found["globals"]) == (name != "dcp-hf-writer") or found["files"] > 0
+
+
+def test_a_distributed_checkpoint_is_looked_into_archive_by_archive() -> None:
+    found = as_json(run("scan", FIXTURES / "dist-llama-tp2pp2", "--json"))
+    assert sum(each["file"].endswith(".distcp") for each in found["globals"]) > 100
+
+
+def test_code_that_a_configuration_names_is_unsafe_and_other_code_is_a_remark(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    (model / "modeling_own.py").write_text("raise SystemExit('executed')")
+    outcome = run("scan", model)
+    assert outcome.status == 0
+    assert "modeling_own.py: is code" in outcome.out
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_own.Model"}}))
+    outcome = run("scan", model)
+    assert outcome.status == 6
+    assert "config.json: its auto_map has transformers run" in outcome.out
+
+
+def test_all_faults_are_listed_in_one_go(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", shards=3)
+    shards = sorted(model.glob("model-*.safetensors"))
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    shards[1].unlink()
+    (model / "tokenizer.json").write_text("{")
+    torch.save({"a": torch.zeros(99)}, model / "extra.pt")
+    (model / "extra.pt").write_bytes((model / "extra.pt").read_bytes()[:-30])
+    (model / "other.bin").symlink_to("/etc/hostname")
+    outcome = run("scan", model, "--json")
+    found = as_json(outcome)
+    assert outcome.status == 6
+    assert [each["file"] for each in found["faults"]] == [
+        "extra.pt", shards[0].name, "model.safetensors.index.json", "tokenizer.json"
+    ]  # fmt: skip
+    assert [each["file"] for each in found["code"]] == ["other.bin"]
+    (model / "other.bin").unlink()
+    assert run("scan", model).status == 3
+
+
+def test_a_single_file_and_one_that_is_not_there(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    assert run("scan", model / "model.safetensors").status == 0
+    assert run("scan", tmp_path / "nothing").status == 2
