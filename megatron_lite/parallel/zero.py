@@ -143,7 +143,7 @@ class Optimizer:
         itemsize = self._buckets[0].data.itemsize
         kept = 4 * len(STATE[self.options.kind]) + (4 if itemsize < 4 else 0)
         elements = sum(len(bucket.data) for bucket in self._buckets)
-        own = sum(bucket.own.stop - bucket.own.start for bucket in self._buckets)
+        own = sum(len(master) for master in self._masters)
         return itemsize + 4 + kept * own / elements
 
 
