@@ -205,7 +205,7 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, NullTokenizer) and settings.data.tokenizer_type is None:
         run.say(f"without a tokenizer: data are token ids below {tokenizer.vocab_size}")
     if start is None and settings.checkpointing.load is not None:
-        run.say(f"nothing in {settings.checkpointing.load} yet: starting from random weights")
+        run.say(f"no checkpoint in {settings.checkpointing.load} yet: starting from random weights")
     if start is not None:
         for name, before, now in _changes(run, start.arguments):
             run.say(f"changed since the checkpoint: {name} {before} -> {now}")
