@@ -176,7 +176,8 @@ ONE_OF_EACH_KIND = {
 
 def real_checkpoints() -> list[Path]:
     """Of Megatron's, all that tests have."""
-    names = [path.name for path in sorted(FIXTURES.iterdir()) if path.is_dir() and not path.name.startswith("dcp-")]
+    others = ("dcp-", "peft-", "deepspeed-", "gguf-")
+    names = [path.name for path in sorted(FIXTURES.iterdir()) if path.is_dir() and not path.name.startswith(others)]
     # One was written by a script that gave it few arguments.
     found = [
         FIXTURES / name / "checkpoint" for name in names if "CORRUPT" not in name and not name.startswith("hybrid-")
