@@ -113,8 +113,8 @@ def choose(place: Place, name: str | None) -> tuple[str, Loader]:
 
 
 def detect(place: Place) -> tuple[str, Loader]:
-    """The loader that recognises an input. Raises UnknownFormat, or for what `next_steps` knows UnsupportedInput or
-    CorruptCheckpoint, saying what it is and what to do."""
+    """The loader that recognises an input. Raises UnknownFormat, or what `next_steps` knows,
+    saying what it is and what to do."""
     for name, found in _in_order():
         if (isinstance(place, Path) or scheme_of(place) in schemes(found)) and _recognises(name, found, place):
             return name, found

@@ -18,7 +18,7 @@ from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import MAIN, assert_refused, finish, run, snapshot, start, unchanged
 
-COMMANDS = ("convert", "merge", "push", "inspect", "fingerprint", "verify", "diff", "scan", "formats", "demo")
+COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff", "scan", "formats", "demo")
 TP2PP2 = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
 
 
@@ -616,7 +616,7 @@ def test_a_corrupt_input_ends_with_status_3(hf: Path, tmp_path: Path) -> None:
 
 def test_an_unknown_family_ends_with_status_3(hf: Path, tmp_path: Path) -> None:
     source = changed(hf, tmp_path / "model", lambda tensors: None, architectures=["MambaForCausalLM"])
-    assert_refused(run("inspect", source), 3, "MambaForCausalLM", "LlamaForCausalLM")
+    assert_refused(run("fingerprint", source), 3, "MambaForCausalLM", "LlamaForCausalLM")
 
 
 def test_content_that_asks_to_be_run_ends_with_status_6(hf: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_state_dict_with_transformers_names_is_read_below_any_prefix(
     path = save(state, tmp_path / "dcp", serialization_format=form)
     found = run("fingerprint", path, "--config", model)
     assert found.out.strip() == megaconv.fingerprint(model).weights
-    assert_refused(run("inspect", path), 2, "--config")
+    assert_refused(run("fingerprint", path), 2, "--config")
 
 
 def test_torchtitans_names_and_rotary_order_are_read(model: Path, tmp_path: Path) -> None:

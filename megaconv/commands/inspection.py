@@ -7,14 +7,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats import rank_files
 from formats.tensor import ITEMSIZE
+from megaconv.commands.survey import Survey, survey
+from megaconv.commands.units import readable as readable
+from megaconv.commands.units import share
 from megaconv.engine.conversion import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
-from megaconv.hub import resolve
+from megaconv.errors import CheckpointError
+from megaconv.hub import Place, resolve
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
-from megaconv.model.ir import Header, weight_kinds
+from megaconv.model.ir import WEIGHT, Header, weight_kinds
 from megaconv.model.pattern import SYMBOLS, pattern_of
 from megaconv.options import LoadOptions
 
@@ -28,6 +33,10 @@ class Inspection:
     header: Header
     differences: Mapping[str, str] | None = None
     """Tensor -> how its name or shape is not what the checkpoint's own record says; None where nothing was recorded, or asked."""
+    disk_bytes: int | None = None
+    """Of all files of the checkpoint; None where nobody knows."""
+    optimizer_bytes: int | None = None
+    """Of the optimizer's tensors; None where there are none, or of a kind that is not read."""
 
     def to_json(self) -> dict[str, Any]:
         header, config = self.header, self.header.config
@@ -36,14 +45,17 @@ class Inspection:
             "format": header.source,
             "loader": self.loader,
             "family": config.family,
+            "convertible": True,
             "parameters": header.parameters,
             "bytes": header.nbytes,
+            "disk_bytes": self.disk_bytes,
             "dtypes": self.dtypes(),
             "layout": self._layout(),
             "iteration": header.training.iteration,
             "padded_vocab": header.padded_vocab,
             "consumed_train_samples": header.training.consumed_train_samples,
             "optimizer": self._optimizer(),
+            "experts": self.experts(),
             "files": sorted(header.files),
             "record": None
             if self.differences is None
@@ -64,8 +76,27 @@ class Inspection:
     def _optimizer(self) -> dict[str, Any] | None:
         found = self.header.training.optimizer
         if found is not None:
-            return {"kind": found.kind, "step": found.step}
-        return {"kind": "present, of a kind that is not read", "step": None} if self.header.has_optimizer else None
+            return {"kind": found.kind, "step": found.step, "bytes": self.optimizer_bytes}
+        unread = {"kind": "present, of a kind that is not read", "step": None, "bytes": None}
+        return unread if self.header.has_optimizer else None
+
+    def experts(self) -> dict[str, int] | None:
+        """How many there are, how many a token passes, and the parameters that it meets; None without any."""
+        experts = self.header.config.experts
+        if not experts.count:
+            return None
+        routed = sum(
+            prod(info.shape)
+            for key, info in self.header.manifest.items()
+            if key.slot == WEIGHT and ".experts." in key.name
+        )
+        active = self.header.parameters - routed + routed * experts.per_token // experts.count
+        return {
+            "count": experts.count,
+            "per_token": experts.per_token,
+            "parameters": routed,
+            "active_parameters": active,
+        }
 
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
@@ -100,6 +131,9 @@ class Inspection:
         ]
         if config.has("mamba_layers"):
             found += [("pattern", _pattern(config)), ("mamba", _mamba(config))]
+        if (experts := self.experts()) is not None:
+            of_each = f"{experts['per_token']} of {experts['count']} for each token"
+            found.append(("experts", f"{of_each}, {experts['active_parameters']:,} parameters active"))
         if config.window:
             found.append(
                 (
@@ -117,7 +151,10 @@ class Inspection:
             found.append(("samples", f"{training.consumed_train_samples:,} consumed"))
         if (optimizer := self._optimizer()) is not None:
             step = "" if optimizer["step"] is None else f", step {optimizer['step']:,}"
-            found.append(("optimizer", optimizer["kind"] + step))
+            size_of = "" if optimizer["bytes"] is None else f", {readable(optimizer['bytes'])}"
+            found.append(("optimizer", optimizer["kind"] + step + size_of))
+        if self.disk_bytes is not None:
+            found.append(("on disk", readable(self.disk_bytes)))
         found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
         if self.differences is not None:
             others = listing([f"{name} {what}" for name, what in self.differences.items()])
@@ -162,20 +199,6 @@ def _scaling(scaling: Any) -> str:
     return f", scaled ({scaling['rope_type']}, factor {scaling.get('factor', '?')})" if scaling else ""
 
 
-def share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "0%"
-
-
-def readable(size: int) -> str:
-    """1.5 GiB."""
-    amount, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
-
-
 def inspect(
     path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
 ) -> Inspection:
@@ -186,4 +209,44 @@ def inspect(
     overridden = options.config is not None or options.true_vocab_size is not None
     record = find_record(resolve(str(path))) if check_source and not overridden else None
     differences = None if record is None else record.other_tensors(source.header.manifest)
-    return Inspection(str(path), name, source.header, differences)
+    place = resolve(str(path))
+    return Inspection(
+        str(path),
+        name,
+        source.header,
+        differences,
+        disk_bytes(place),
+        _optimizer_bytes(path, options, name, source.header),
+    )
+
+
+def look(
+    path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
+) -> Inspection | Survey:
+    """What a checkpoint is; or, where no loader knows what model it is, what its files hold. Raises CheckpointError."""
+    try:
+        return inspect(path, options, loader, check_source=check_source)
+    except CheckpointError as error:
+        place = "" if loader is not None or error.code == "no-such-input" else resolve(str(path))
+        found = survey(place, error) if isinstance(place, Path) else None
+        if found is None:
+            raise
+        return found
+
+
+def disk_bytes(place: Place) -> int | None:
+    """Of all files of a checkpoint; of a Megatron root those of the iteration that is read. None for what is no directory."""
+    if not isinstance(place, Path) or not place.is_dir():
+        return None
+    root = rank_files.find_version(place) or place
+    return sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+
+
+def _optimizer_bytes(path: str | Path, options: LoadOptions, loader: str, header: Header) -> int | None:
+    if header.training.optimizer is None:
+        return None
+    try:
+        _, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=True))
+    except CheckpointError:  # whoever converts it is told what is wrong with it
+        return None
+    return sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT)

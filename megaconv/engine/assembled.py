@@ -32,6 +32,10 @@ class Part(NamedTuple):
 
     region: Region
     source: LazyTensor
+    native: str = ""
+    """The native tensor's name."""
+    where: str = ""
+    """Of which file or rank, for people."""
 
     def read_into(self, wanted: Box, out: Bytes) -> None:
         """wanted: inside this part's box."""
@@ -215,7 +219,7 @@ def assemble(
         again = copy is not None or (item.native.replicated and any(name in parts for name in item.native.parts))
         tensor = item.tensor if item.native.view is None else reshaped(item.tensor, item.native.view)
         for name, regions in item.native.parts.items():
-            found = [Part(region, tensor) for region in regions]
+            found = [Part(region, tensor, item.native.name, item.where) for region in regions]
             if again:
                 copies.setdefault(name, []).extend(
                     Copy(

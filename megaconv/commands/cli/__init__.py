@@ -7,7 +7,7 @@ from megaconv.commands.process import run as run_process
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("convert", "merge", "push", "inspect", "fingerprint", "verify", "diff", "scan", "formats", "demo")
+COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff", "scan", "formats", "demo")
 """Modules here that add themselves to the application, in the order in which --help lists them."""
 
 for _name in COMMANDS:

@@ -1,0 +1,186 @@
+"""The header of a GGUF file (llama.cpp's format): what the model is called and made of, without a weight being read.
+
+    GGUF · version 2 or 3 (u32) · number of tensors (u64) · number of keys (u64)
+    keys:     name · type (u32) · value
+    tensors:  name · axes (u32) · sizes (u64 each, the innermost first) · type (u32) · offset (u64, from the data section on)
+
+Names are a u64 length and as many bytes of UTF-8. The data section begins at the next multiple of `general.alignment`. All
+numbers are little-endian. Source: docs/gguf.md of ggml, and its table of types.
+"""
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.ceilings import AXES
+from formats.errors import CorruptCheckpoint
+from formats.regular_files import open_regular
+from formats.tensor import Shape
+
+MAGIC = b"GGUF"
+
+
+class GgufType(NamedTuple):
+    """How elements are stored: in blocks of `block` elements, `nbytes` each."""
+
+    name: str
+    block: int
+    nbytes: int
+
+
+TYPES = {
+    0: GgufType("float32", 1, 4), 1: GgufType("float16", 1, 2), 30: GgufType("bfloat16", 1, 2), 28: GgufType("float64", 1, 8),
+    24: GgufType("int8", 1, 1), 25: GgufType("int16", 1, 2), 26: GgufType("int32", 1, 4), 27: GgufType("int64", 1, 8),
+    2: GgufType("q4_0", 32, 18), 3: GgufType("q4_1", 32, 20), 6: GgufType("q5_0", 32, 22), 7: GgufType("q5_1", 32, 24),
+    8: GgufType("q8_0", 32, 34), 9: GgufType("q8_1", 32, 36), 10: GgufType("q2_k", 256, 84), 11: GgufType("q3_k", 256, 110),
+    12: GgufType("q4_k", 256, 144), 13: GgufType("q5_k", 256, 176), 14: GgufType("q6_k", 256, 210),
+    15: GgufType("q8_k", 256, 292), 16: GgufType("iq2_xxs", 256, 66), 17: GgufType("iq2_xs", 256, 74),
+    18: GgufType("iq3_xxs", 256, 98), 19: GgufType("iq1_s", 256, 50), 20: GgufType("iq4_nl", 32, 18),
+    21: GgufType("iq3_s", 256, 110), 22: GgufType("iq2_s", 256, 82), 23: GgufType("iq4_xs", 256, 136),
+    29: GgufType("iq1_m", 256, 56), 34: GgufType("tq1_0", 256, 54), 35: GgufType("tq2_0", 256, 66), 39: GgufType("mxfp4", 32, 17),
+}  # fmt: skip
+"""By their number in a file."""
+
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_LONGEST_ARRAY = 64
+"""Items of an array that are kept: a vocabulary has a hundred thousand, which nobody wants to see."""
+
+Value = int | float | bool | str | list[object]
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One line of the header."""
+
+    shape: Shape
+    """The outermost axis first, as torch has it."""
+    dtype: str
+    """torch's name, or the block type's (`q8_0`)."""
+    offset: int
+    """In the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    version: int
+    keys: Mapping[str, Value]
+    """Arrays of more than 64 items are left out: see `lengths`."""
+    lengths: Mapping[str, int]
+    """Items of each array."""
+    tensors: Mapping[str, GgufTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF does. Raises OSError."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read(path: Path) -> GgufHeader:
+    """Raises CorruptCheckpoint for a header that can't be true, or is of another version."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            return _Reader(data).header()
+    except (ValueError, struct.error, OverflowError) as error:
+        raise CorruptCheckpoint(f"{path}: is not a valid GGUF file ({error}); copy it again") from error
+
+
+class _Reader:
+    """Reads on from where it is."""
+
+    def __init__(self, data: mmap) -> None:
+        self._data, self._at, self._size = data, 0, len(data)
+        self._lengths: dict[str, int] = {}
+
+    def header(self) -> GgufHeader:
+        if self._take(len(MAGIC)) != MAGIC:
+            raise ValueError("it doesn't begin with GGUF")
+        version = int(self._number("<I"))
+        if version not in (2, 3):
+            raise ValueError(f"version {version}; 2 and 3 are read")
+        tensors, keys = int(self._number("<Q")), int(self._number("<Q"))
+        found: dict[str, Value] = {}
+        for _ in range(keys):
+            name = self._text()
+            value = self._value(int(self._number("<I")), name)
+            if value is not None:
+                found[name] = value
+        listed = [self._tensor() for _ in range(tensors)]
+        alignment = found.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        placed = {name: self._placed(name, shape, kind, start + offset) for name, shape, kind, offset in listed}
+        return GgufHeader(version, found, self._lengths, placed)
+
+    def _placed(self, name: str, shape: Shape, kind: GgufType, offset: int) -> GgufTensor:
+        if shape and shape[-1] % kind.block:
+            raise ValueError(f"{name} has rows of {shape[-1]} elements, {kind.name} blocks of {kind.block}")
+        nbytes = prod(shape) // kind.block * kind.nbytes
+        if offset + nbytes > self._size:
+            raise ValueError(f"{name} reaches past the end of the file, which has {self._size} bytes")
+        return GgufTensor(shape, kind.name, offset, nbytes)
+
+    def _tensor(self) -> tuple[str, Shape, GgufType, int]:
+        name, axes = self._text(), int(self._number("<I"))
+        if axes > AXES:
+            raise ValueError(f"{name} has {axes} axes")
+        sizes = tuple(int(self._number("<Q")) for _ in range(axes))
+        number, offset = int(self._number("<I")), int(self._number("<Q"))
+        if number not in TYPES:
+            raise ValueError(f"{name} is of type {number}, which is not known")
+        return name, sizes[::-1], TYPES[number], offset
+
+    def _value(self, kind: int, name: str) -> Value | None:
+        """None for an array that is too long to be kept."""
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            return self._scalar(kind)
+        item, count = int(self._number("<I")), int(self._number("<Q"))
+        self._lengths[name] = count
+        if item == _ARRAY:
+            raise ValueError(f"{name} is an array of arrays")
+        if count > _LONGEST_ARRAY:
+            self._skip(item, count)
+            return None
+        return [self._text() if item == _STRING else self._scalar(item) for _ in range(count)]
+
+    def _skip(self, item: int, count: int) -> None:
+        if item != _STRING:
+            self._take_length(count * struct.calcsize(self._format(item)))
+            return
+        for _ in range(count):
+            self._take_length(int(self._number("<Q")))
+
+    def _scalar(self, kind: int) -> int | float | bool:
+        return self._number(self._format(kind))
+
+    def _format(self, kind: int) -> str:
+        if kind not in _NUMBERS:
+            raise ValueError(f"a value is of type {kind}, which is not known")
+        return _NUMBERS[kind]
+
+    def _number(self, code: str) -> int | float | bool:
+        (value,) = struct.unpack(code, self._take(struct.calcsize(code)))
+        number: int | float | bool = value
+        return number
+
+    def _text(self) -> str:
+        return self._take(int(self._number("<Q"))).decode("utf-8", "replace")
+
+    def _take(self, count: int) -> bytes:
+        self._take_length(count)
+        return self._data[self._at - count : self._at]
+
+    def _take_length(self, count: int) -> None:
+        if self._at + count > self._size:
+            raise ValueError(f"it ends at byte {self._size}, in the middle of its header")
+        self._at += count

@@ -1,0 +1,139 @@
+"""Which layouts a model can be trained and stored in, what each rank then holds, and the memory that training takes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from formats.tensor import ITEMSIZE
+from megaconv.commands.units import readable
+from megaconv.errors import LayoutError, UsageError
+from megaconv.families import family
+from megaconv.megatron.rank_files.plan import DEFAULT_DIVISOR, choose_layout
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header
+from megaconv.model.layout import Layout, padded_vocab
+from megaconv.model.memory import bytes_per_parameter
+from megaconv.model.rank_share import RankShare, rank_shares
+from megaconv.options import SaveOptions
+
+LARGEST_TP = 16
+
+
+@dataclass(frozen=True)
+class Possible:
+    """One layout; sizes are those of the fullest rank."""
+
+    layout: Layout
+    world: int
+    """GPUs of a run."""
+    share: RankShare
+    weight_bytes: int
+    training_bytes: int
+    """With Megatron's distributed optimizer; activations come on top."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.layout.sizes(),
+            "gpus": self.world,
+            "parameters": self.share.parameters,
+            "expert_parameters": self.share.experts,
+            "weight_bytes": self.weight_bytes,
+            "training_bytes": self.training_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Layouts:
+    possible: tuple[Possible, ...]
+    refused: tuple[tuple[str, str], ...]
+    """(sizes, reason), one for each reason."""
+    memory: int | None
+    """Bytes of a GPU, where somebody said."""
+
+    def fits(self, one: Possible) -> bool:
+        return self.memory is None or one.training_bytes <= self.memory
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layouts": [
+                one.to_json() | ({} if self.memory is None else {"fits": self.fits(one)}) for one in self.possible
+            ],
+            "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in self.refused],
+            "gpu_memory": self.memory,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"{'TP':>4} {'PP':>4} {'EP':>4} {'ETP':>4} {'GPUs':>6}  {'parameters a rank':>18}  {'weights':>11}  {'to train':>11}"
+        for one in self.possible:
+            sizes = f"{one.layout.tp:>4} {one.layout.pp:>4} {one.layout.ep:>4} {one.layout.etp:>4} {one.world:>6}"
+            too_large = "" if self.fits(one) else "  too large"
+            yield f"{sizes}  {one.share.parameters:>18,}  {readable(one.weight_bytes):>11}  {readable(one.training_bytes):>11}{too_large}"
+        yield "to train: weights, gradients and optimizer state of the fullest rank, without activations"
+        for sizes, reason in self.refused:
+            yield f"not possible: {sizes}: {reason}"
+
+
+def layouts(header: Header, gpus: int | None = None, memory: int | None = None) -> Layouts:
+    """Every TP, PP and EP of powers of two, and of what divides the layers. gpus: of the run; None: as few as hold the model once.
+
+    memory: bytes of one GPU. Raises UsageError for numbers of GPUs that no layout has.
+    """
+    config = header.config
+    possible, refused = list[Possible](), dict[str, str]()
+    for tp, pp, ep in product(_powers(LARGEST_TP), _stage_counts(config), _expert_counts(config)):
+        try:
+            found = _possible(header, tp, pp, ep, gpus)
+        except LayoutError as error:
+            refused.setdefault(str(error).partition(" can't")[0], f"TP {tp}, PP {pp}, EP {ep}: {error}")
+            continue
+        if found is not None:
+            possible.append(found)
+    if not possible:
+        raise UsageError(f"no layout of this model is of {gpus} GPUs; choose a multiple of a TP x PP that divides it")
+    reasons = tuple((text.partition(": ")[0], text.partition(": ")[2]) for text in refused.values())
+    return Layouts(tuple(possible), reasons, memory)
+
+
+def _possible(header: Header, tp: int, pp: int, ep: int, gpus: int | None) -> Possible | None:
+    """None where it needs more GPUs than there are, or doesn't divide them. Raises LayoutError."""
+    config = header.config
+    layout = choose_layout(config, None, SaveOptions(tp=tp, pp=pp, ep=ep, etp=_etp(config, tp, ep)))
+    once = pp * max(tp, ep * layout.etp)
+    if gpus is not None and (gpus < once or gpus % once):
+        return None
+    world = gpus or once
+    divisor = header.vocab_divisor or DEFAULT_DIVISOR
+    shares = rank_shares(family(config.family).rows, config, layout, padded_vocab(config.vocab, divisor, tp))
+    return max((_sized(config, layout, share, world) for share in shares), key=lambda one: one.training_bytes)
+
+
+def _sized(config: ModelConfig, layout: Layout, share: RankShare, world: int) -> Possible:
+    # Experts have data-parallel groups of their own: ranks that hold the same ones.
+    per_stage = world // layout.pp
+    dense = bytes_per_parameter(config.dtype, per_stage // layout.tp, distributed_optimizer=True)
+    experts = bytes_per_parameter(
+        config.dtype, max(1, per_stage // (layout.ep * layout.etp)), distributed_optimizer=True
+    )
+    needed = int(share.dense * dense + share.experts * experts)
+    return Possible(layout, world, share, share.parameters * ITEMSIZE[config.dtype], needed)
+
+
+def _etp(config: ModelConfig, tp: int, ep: int) -> int | None:
+    """Experts whole where there are expert ranks enough, as Megatron advises; in tp parts otherwise."""
+    return (1 if ep >= tp else tp) if config.experts.count else None
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
+
+
+def _stage_counts(config: ModelConfig) -> list[int]:
+    if config.encoder.layers:
+        return [1]
+    return [count for count in range(1, config.layer_count + 1) if config.layer_count % count == 0 and count <= 64]
+
+
+def _expert_counts(config: ModelConfig) -> list[int]:
+    return [count for count in _powers(config.experts.count or 1) if not config.experts.count % count]

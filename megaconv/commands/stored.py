@@ -1,0 +1,252 @@
+"""What files hold, by the names that it has there: for checkpoints that no loader makes a model of.
+
+Each kind of file is read as far as its own metadata goes; no tensor and no weight is.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+from formats import gguf_header, rank_files, safetensors, torch_dist, torch_zip, zarr_arrays
+from formats.ceilings import CONFIG_BYTES
+from formats.dcp_metadata import METADATA_NAME
+from formats.errors import CorruptCheckpoint
+from formats.pickle_records import Opaque
+from formats.regular_files import read_json
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+SUFFIXES = (".safetensors", ".gguf", ".distcp", *TORCH_SUFFIXES)
+"""Of files that may hold tensors."""
+_DEEPEST = 64
+"""Levels of a nested state dict."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as a file has it."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    nbytes: int
+    file: str
+    """Relative to what is looked at."""
+    offset: int | None
+    """Byte of the file at which it begins; None where it isn't one piece."""
+    lazy: LazyTensor | None = None
+    """Its values; None where they are of no dtype that numpy can compute with."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "bytes": self.nbytes,
+            "file": self.file,
+            "offset": self.offset,
+        }
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Tensors, and what else a file or directory says about itself: label -> text."""
+
+    kind: str
+    tensors: tuple[StoredTensor, ...]
+    facts: Mapping[str, str]
+
+
+def read_file(path: Path, shown: str | None = None) -> Contents:
+    """shown: what messages and lists call it. Raises CheckpointError for a file that is damaged or of no known kind."""
+    name = shown or path.name
+    if path.suffix == ".safetensors":
+        return _safetensors(path, name)
+    if gguf_header.is_gguf(path):
+        return _gguf(path, name)
+    if path.suffix == ".distcp":
+        return _distcp(path, name)
+    value = torch_zip.read(path)
+    kind = "a Megatron rank file" if isinstance(value, dict) and "checkpoint_version" in value else "torch"
+    return Contents(kind, tuple(_torch_tensors(value, name)), _rank_facts(value))
+
+
+def read_directory(path: Path) -> Contents | None:
+    """None where it has no file that may hold tensors. Raises CheckpointError."""
+    if torch_dist.is_dcp(path):
+        return _dcp(path)
+    if torch_dist.read_backend(path) == "zarr":
+        tensors = zarr_arrays.open_directory(path).tensors()
+        return Contents("zarr", tuple(stored(name, tensor, name, None) for name, tensor in tensors.items()), {})
+    files = [file for file in _files(path) if file.suffix in SUFFIXES]
+    if not files:
+        return None
+    parts = [read_file(file, str(file.relative_to(path))) for file in files]
+    kinds = ", ".join(dict.fromkeys(part.kind for part in parts))
+    facts = {label: text for part in parts for label, text in part.facts.items()}
+    return Contents(kinds, tuple(chain.from_iterable(part.tensors for part in parts)), facts)
+
+
+def _files(path: Path) -> list[Path]:
+    """Those of a directory itself, or the rank files of a Megatron checkpoint."""
+    version = rank_files.find_version(path)
+    if version is not None and rank_files.is_rank_files(version):
+        return sorted(version.glob("mp_rank_*/*.pt"))
+    return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+
+
+def stored(name: str, tensor: LazyTensor, file: str, offset: int | None) -> StoredTensor:
+    shape = tuple(tensor.shape)
+    return StoredTensor(name, shape, tensor.dtype, byte_count(shape, tensor.dtype), file, offset, tensor)
+
+
+def _safetensors(path: Path, shown: str) -> Contents:
+    tensors = safetensors.read(path)
+    metadata = {f"metadata {name}": text[:200] for name, text in safetensors.read_metadata(path).items()}
+    found = tuple(stored(name, tensor, shown, tensor.offset) for name, tensor in tensors.items())
+    return Contents("safetensors", found, metadata)
+
+
+def _gguf(path: Path, shown: str) -> Contents:
+    header = gguf_header.read(path)
+    found = tuple(
+        StoredTensor(name, tensor.shape, tensor.dtype, tensor.nbytes, shown, tensor.offset)
+        for name, tensor in header.tensors.items()
+    )
+    facts = {name: str(value) for name, value in header.keys.items() if not isinstance(value, list)}
+    facts |= {name: f"{count:,} items" for name, count in header.lengths.items() if name not in facts}
+    return Contents(f"GGUF version {header.version}", found, {name: text[:200] for name, text in facts.items()})
+
+
+def _dcp(path: Path, only: str | None = None) -> Contents:
+    """only: the one file whose chunks are wanted."""
+    metadata = torch_dist.open_directory(path).metadata
+    tensors = []
+    for name, tensor in metadata.tensors.items():
+        places = [chunk.place for chunk in tensor.chunks if only in (None, chunk.place.file)]
+        if not places:
+            continue
+        shape, nbytes = tuple(tensor.shape), byte_count(tensor.shape, tensor.dtype)
+        if only is not None:
+            chunks = [chunk for chunk in tensor.chunks if chunk.place.file == only]
+            nbytes = sum(byte_count(chunk.shape, tensor.dtype) for chunk in chunks)
+            shape = tuple(chunks[0].shape) if len(chunks) == 1 else shape
+        files = ", ".join(dict.fromkeys(place.file for place in places))
+        tensors.append(
+            StoredTensor(name, shape, tensor.dtype, nbytes, files, places[0].offset if len(places) == 1 else None)
+        )
+    objects = [name for name, place in metadata.objects.items() if only in (None, place.file)]
+    return Contents("DCP (torch's distributed checkpoint)", tuple(tensors), {"objects": str(len(objects))})
+
+
+def _distcp(path: Path, shown: str) -> Contents:
+    """By its `.metadata`, or else its archives one after the other, which have no names."""
+    if torch_dist.is_dcp(path.parent):
+        found = _dcp(path.parent, only=path.name)
+        return Contents(f"a file of a {found.kind}", found.tensors, found.facts)
+    file = InputFile.open(path)
+    tensors = [
+        stored(f"#{number}", value, shown, getattr(value, "offset", None))
+        for number, value in enumerate(torch_zip.read_at(file, start, size) for start, size in _archives(path))
+        if isinstance(value, (FileTensor, StridedTensor))
+    ]
+    facts = {"names": f"are in {METADATA_NAME}, which isn't beside it"}
+    return Contents("a .distcp file alone", tuple(tensors), facts)
+
+
+def _archives(path: Path) -> Iterator[tuple[int, int]]:
+    """(start, bytes) of the zip archives that follow each other: each ends with an end record without comment."""
+    end = b"PK\5\6" + bytes(4)
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        if data[:4] != b"PK\3\4":
+            raise CorruptCheckpoint(f"{path}: should begin with a zip archive, as .distcp files do")
+        start, at = 0, data.find(end)
+        while at >= 0:
+            stop = at + 22
+            if data[stop - 2 : stop] == bytes(2) and (stop == len(data) or data[stop : stop + 4] == b"PK\3\4"):
+                yield start, stop - start
+                start = stop
+            at = data.find(end, at + 1)
+
+
+def _torch_tensors(value: object, file: str, prefix: str = "", depth: int = 0) -> Iterator[StoredTensor]:
+    """Those in nested dictionaries and lists, by the keys on the way to them."""
+    if isinstance(value, (FileTensor, StridedTensor)):
+        yield stored(prefix or "(the file itself)", value, file, value.offset)
+        return
+    if isinstance(value, Opaque) and isinstance(value.state, dict):
+        value = value.state
+    items: Iterator[tuple[object, object]] = iter(())
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        items = iter(value.items())
+    elif depth < _DEEPEST and isinstance(value, (list, tuple)):
+        items = iter(enumerate(value))
+    for key, item in items:
+        yield from _torch_tensors(item, file, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+
+
+def _rank_facts(value: object) -> dict[str, str]:
+    """Of a Megatron rank file."""
+    if not isinstance(value, dict):
+        return {"holds": f"a {type(value).__name__}, not a dictionary"}
+    wanted = ("iteration", "checkpoint_version")
+    facts = {name: str(value[name]) for name in wanted if isinstance(value.get(name), (int, float))}
+    return facts | (
+        {"args": f"{len(vars(value['args']))} of Megatron's arguments"}
+        if hasattr(value.get("args"), "__dict__")
+        else {}
+    )
+
+
+def adapter_facts(path: Path) -> dict[str, str] | None:
+    """What adapter_config.json says (PEFT); None where there is none."""
+    file = path / "adapter_config.json"
+    if not file.is_file():
+        return None
+    found = _json_object(file)
+    wanted = (
+        "peft_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "use_dora",
+        "use_rslora",
+        "bias",
+        "target_modules",
+        "modules_to_save",
+    )
+    return {name: _short(found[name]) for name in wanted if found.get(name) not in (None, False)}
+
+
+def config_facts(path: Path) -> dict[str, str]:
+    """What a config.json of any architecture says of its size; nothing without one."""
+    file = path / "config.json"
+    if not file.is_file():
+        return {}
+    found = _json_object(file)
+    wanted = (
+        "architectures",
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "vocab_size",
+        "quantization_config",
+    )
+    return {name: _short(found[name]) for name in wanted if found.get(name) is not None}
+
+
+def _json_object(file: Path) -> Mapping[str, Any]:
+    found = read_json(file, CONFIG_BYTES)
+    if not isinstance(found, dict):
+        raise CorruptCheckpoint(f"{file}: should be a JSON object, found a {type(found).__name__}")
+    return found
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(sorted(map(str, value)))[:200]
+    return json.dumps(value)[:200] if isinstance(value, dict) else str(value)[:200]

@@ -1,0 +1,114 @@
+"""What is known of a checkpoint that can't be converted: format, tensors, sizes, dtypes; and why it can't."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files
+from megaconv.commands.stored import (
+    SUFFIXES,
+    Contents,
+    StoredTensor,
+    adapter_facts,
+    config_facts,
+    read_directory,
+    read_file,
+)
+from megaconv.commands.units import readable, share
+from megaconv.errors import CheckpointError, UnsafeContent
+
+CODES = ("unknown-format", "unknown-family", "unsupported-input", "config-needed", "not-representable")
+"""Errors of an input that may be whole nonetheless: nobody here knows what model it is."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Of files of known formats that are no model of a known family."""
+
+    path: str
+    kind: str
+    tensors: tuple[StoredTensor, ...]
+    facts: Mapping[str, str]
+    reason: str
+    """Why it can't be converted, and what could be done."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def elements(self) -> int:
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+    def dtypes(self) -> dict[str, int]:
+        """dtype -> bytes."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors:
+            counts[tensor.dtype] += tensor.nbytes
+        return dict(counts.most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "format": self.kind,
+            "family": None,
+            "convertible": False,
+            "reason": self.reason,
+            "parameters": self.elements,
+            "bytes": self.nbytes,
+            "dtypes": self.dtypes(),
+            "facts": dict(self.facts),
+            "tensors": {tensor.name: tensor.to_json() for tensor in self.tensors},
+        }
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """(label, text) for people."""
+        files = {tensor.file for tensor in self.tensors}
+        yield "format", self.kind
+        yield (
+            "elements",
+            f"{self.elements:,} in {len(self.tensors)} tensors, {len(files)} file{'s' * (len(files) != 1)}",
+        )
+        shares = ", ".join(f"{dtype} {share(size, self.nbytes)}" for dtype, size in self.dtypes().items())
+        yield "size", readable(self.nbytes) + (f", {shares}" if shares else "")
+        yield from self.facts.items()
+        yield "convertible", f"no: {self.reason}"
+
+
+def survey(path: Path, error: CheckpointError) -> Survey | None:
+    """What can be known of an input that a loader refused with this error; None where that is nothing.
+
+    Raises UnsafeContent for files that ask for code to be run.
+    """
+    if error.code not in CODES and not (error.code == "missing-file" and _lacks_its_description(path)):
+        return None
+    try:
+        contents = _contents(path)
+        facts = {**(adapter_facts(path) or {}), **config_facts(path)} if path.is_dir() else {}
+    except UnsafeContent:
+        raise
+    except CheckpointError:  # what the loader said is the better message
+        return None
+    if contents is None or not contents.tensors:
+        return None
+    kind = "an adapter (PEFT), " if "peft_type" in facts else ""
+    reason = str(error).removeprefix(f"{path}: ")
+    return Survey(str(path), kind + contents.kind, contents.tensors, {**facts, **contents.facts}, reason)
+
+
+def _contents(path: Path) -> Contents | None:
+    if path.is_dir():
+        return read_directory(path)
+    return read_file(path) if path.suffix in SUFFIXES else None
+
+
+def _lacks_its_description(path: Path) -> bool:
+    """Whether what isn't there is no part of the weights, but what says what model they are."""
+    if path.is_file():
+        return True
+    files = [entry.name for entry in path.iterdir()]
+    described = {"config.json", rank_files.TRACKER}
+    return described.isdisjoint(files) and any(name.endswith(SUFFIXES) for name in files)

@@ -1,0 +1,1 @@
+"""What `megaconv inspect` can show: a view a file, each for people and for programs."""

@@ -1,0 +1,125 @@
+"""`inspect --layout`: ranks against layers as a picture, and what each rank holds of them.
+
+        layers 0-15
+pp 0    E████████
+pp 1            ████████H
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from formats.tensor import ITEMSIZE
+from megaconv.commands.units import readable
+from megaconv.families import family
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header
+from megaconv.model.layout import Layout
+from megaconv.model.rank_share import RankShare, rank_shares
+
+_WIDEST = 96
+"""Columns for layers: of deeper models one column is several."""
+BLOCKS = {"dense": "█", "experts": "▓", "linear": "░"}
+PLAIN_BLOCKS = {"dense": "#", "experts": "x", "linear": "="}
+
+
+@dataclass(frozen=True)
+class LayoutView:
+    config: ModelConfig
+    layout: Layout
+    shares: list[RankShare]
+    """Of each pipeline rank."""
+    itemsize: int
+
+    @property
+    def ranks(self) -> int:
+        """That hold the model once between them."""
+        return self.layout.tp * self.layout.pp * max(1, self.layout.ep * self.layout.etp // self.layout.tp)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.layout.sizes(),
+            "ranks": self.ranks,
+            "stages": [
+                {
+                    "pp_rank": chunk.pp_rank,
+                    "vpp_rank": chunk.vpp_rank,
+                    "first_layer": chunk.first_layer,
+                    "layers": chunk.layers,
+                    "embedding": chunk.embeds,
+                    "head": chunk.is_last,
+                }
+                for chunk in self.layout.chunks()
+            ],
+            "of_a_rank": [
+                {
+                    "pp_rank": pp_rank,
+                    "parameters": share.parameters,
+                    "expert_parameters": share.experts,
+                    "bytes": share.parameters * self.itemsize,
+                }
+                for pp_rank, share in enumerate(self.shares)
+            ],
+            "experts_of_ep_rank": [list(experts) for experts in self._experts()],
+        }
+
+    def lines(self, *, blocks: bool = True) -> Iterator[str]:
+        """For people. blocks: whether the terminal can show block characters."""
+        glyphs = BLOCKS if blocks else PLAIN_BLOCKS
+        ranks = "rank holds" if self.ranks == 1 else "ranks hold"
+        yield f"{self.layout}: {self.ranks} {ranks} the model once"
+        per_column = -(-self.config.layer_count // _WIDEST)
+        scale = f", {per_column} to a column" if per_column > 1 else ""
+        yield f"{'':<8}layers 0-{self.config.layer_count - 1}{scale}"
+        for pp_rank in range(self.layout.pp):
+            share = self.shares[pp_rank]
+            held = f"{share.parameters:,} parameters a rank, {readable(share.parameters * self.itemsize)}"
+            yield f"pp {pp_rank:<5}{self._row(pp_rank, per_column, glyphs)}  {held}"
+        kinds = {self._kind(layer) for layer in range(self.config.layer_count)}
+        names = {"dense": "a layer", "experts": "a layer with experts", "linear": "a layer of linear attention"}
+        yield "E embedding, H head, " + ", ".join(f"{glyphs[kind]} {names[kind]}" for kind in names if kind in kinds)
+        yield from self._shares_of_a_layer()
+
+    def _row(self, pp_rank: int, per_column: int, glyphs: dict[str, str]) -> str:
+        width = -(-self.config.layer_count // per_column)
+        cells = [" "] * (width + 2)
+        for chunk in self.layout.chunks():
+            if chunk.pp_rank != pp_rank:
+                continue
+            for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
+                cells[1 + layer // per_column] = glyphs[self._kind(layer)]
+            if chunk.embeds:
+                cells[chunk.first_layer // per_column] = "E"
+            if chunk.is_last:
+                cells[-1] = "H"
+        return "".join(cells)
+
+    def _kind(self, layer: int) -> str:
+        if self.config.has("moe", layer):
+            return "experts"
+        return "linear" if self.config.has("linear", layer) else "dense"
+
+    def _experts(self) -> list[range]:
+        count = self.config.experts.count
+        if not count:
+            return []
+        each = count // self.layout.ep
+        return [range(rank * each, (rank + 1) * each) for rank in range(self.layout.ep)]
+
+    def _shares_of_a_layer(self) -> Iterator[str]:
+        tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
+        if tp > 1:
+            yield f"tp: each of {tp} tensor ranks has 1/{tp} of attention, dense MLPs, embedding and head; norms are on all"
+        if self.config.experts.count:
+            runs = [f"ep {rank}: {held[0]}-{held[-1]}" for rank, held in enumerate(self._experts())]
+            shown = ", ".join(runs[:8]) + (f" ... ep {ep - 1}: {runs[-1].split(': ')[1]}" if len(runs) > 8 else "")
+            yield f"experts of each layer: {shown}" + (f"; each in {etp} parts (etp)" if etp > 1 else "")
+
+
+def layout_view(header: Header) -> LayoutView:
+    """Of a checkpoint's own layout; of one that isn't sharded, of a single rank. Raises LayoutError."""
+    config = header.config
+    layout = header.layout or Layout(stage_layers=(config.layer_count,))
+    rows = header.padded_vocab or config.vocab
+    shares = rank_shares(family(config.family).rows, config, layout, rows)
+    return LayoutView(config, layout, shares, ITEMSIZE[config.dtype])

@@ -1,0 +1,141 @@
+"""The views that somebody asked `inspect` for, of a checkpoint that is known or not."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.tensor import LazyTensor
+from megaconv.commands.inspection import Inspection
+from megaconv.commands.progress import Progress
+from megaconv.commands.survey import Survey
+from megaconv.commands.units import readable
+from megaconv.commands.views import layout, megatron_args, report, stats, tensors, tree
+from megaconv.engine.conversion import open_source
+from megaconv.engine.plan import default_workers
+from megaconv.engine.shifted import plain
+from megaconv.engine.statistics import Statistics, all_statistics
+from megaconv.errors import UsageError
+from megaconv.hub import resolve
+from megaconv.model.ir import WEIGHT, Source
+from megaconv.options import LoadOptions
+
+Found = Inspection | Survey
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which views; tensors: the glob that names have to fit."""
+
+    tree: bool = False
+    tensors: str | None = None
+    layout: bool = False
+    stats: bool = False
+    megatron_args: bool = False
+    html: Path | None = None
+    """File of the report; with `stats` it shows them too."""
+
+
+class View(NamedTuple):
+    name: str
+    """Key of the JSON document."""
+    document: Any
+    lines: Iterable[str]
+    notes: Sequence[str] = ()
+    """For stderr."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that was looked at, and how it was asked for."""
+
+    path: str
+    found: Found
+    options: LoadOptions
+
+    def known(self, view: str) -> Inspection:
+        """Raises UsageError where nobody knows what model it is."""
+        if isinstance(self.found, Survey):
+            raise UsageError(f"{self.path}: --{view} needs to know what model it is: {self.found.reason}")
+        return self.found
+
+    def source(self) -> Source:
+        """Opened with its tensors. Raises CheckpointError."""
+        loader = self.known("tensors").loader
+        return open_source(self.path, loader, replace(self.options, optimizer=False, metadata_only=False))[1]
+
+    def root(self) -> Path | None:
+        place = resolve(self.path)
+        return place if isinstance(place, Path) else None
+
+
+def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
+    """In a fixed order. blocks: whether the terminal can show block characters. Raises CheckpointError."""
+    makers: list[tuple[object, Callable[[], View]]] = [
+        (asked.tree, lambda: _tree(subject)),
+        (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
+        (asked.layout, lambda: _layout(subject, blocks)),
+        (asked.stats and asked.html is None, lambda: _stats(subject, blocks)),
+        (asked.megatron_args, lambda: _megatron_args(subject)),
+        (asked.html is not None, lambda: _html(subject, asked)),
+    ]
+    return [make() for wanted, make in makers if wanted]
+
+
+def sizes(found: Found) -> Mapping[str, tuple[int, int]]:
+    """Name -> (elements, bytes) of every weight."""
+    if isinstance(found, Survey):
+        return {tensor.name: (prod(tensor.shape), tensor.nbytes) for tensor in found.tensors}
+    return {
+        key.name: (prod(info.shape), info.nbytes) for key, info in found.header.manifest.items() if key.slot == WEIGHT
+    }
+
+
+def _tree(subject: Subject) -> View:
+    root = tree.tree(sizes(subject.found))
+    return View("tree", root.to_json(), tree.lines(root))
+
+
+def _tensors(subject: Subject, glob: str) -> View:
+    if isinstance(subject.found, Survey):
+        listed = tensors.fitting(subject.found.tensors, glob)
+        document: Any = {tensor.name: tensor.to_json() for tensor in listed}
+        return View("tensors", document, tensors.stored_lines(subject.found.tensors, glob))
+    found = tensors.of_source(subject.source(), subject.root(), glob)
+    return View("tensors", tensors.to_json(found), [line for each in found for line in each.lines()])
+
+
+def _layout(subject: Subject, blocks: bool) -> View:
+    picture = layout.layout_view(subject.known("layout").header)
+    return View("layout", picture.to_json(), picture.lines(blocks=blocks))
+
+
+def _stats(subject: Subject, blocks: bool) -> View:
+    found = statistics_of(subject)
+    return View("stats", stats.to_json(found), stats.lines(found, blocks=blocks))
+
+
+def statistics_of(subject: Subject) -> dict[str, Statistics]:
+    """Of all weights. Reads everything."""
+    with Progress("reading", lambda: sum(nbytes for _, nbytes in sizes(subject.found).values())) as progress:
+        return all_statistics(list(_lazy(subject)), default_workers(writing=False), progress.advance)
+
+
+def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
+    if isinstance(subject.found, Survey):
+        yield from ((tensor.name, tensor.lazy) for tensor in subject.found.tensors if tensor.lazy is not None)
+        return
+    yield from ((key.name, plain(key, tensor)) for key, tensor in subject.source().tensors() if key.slot == WEIGHT)
+
+
+def _megatron_args(subject: Subject) -> View:
+    found, notes = megatron_args.megatron_args(subject.known("megatron-args").header, subject.root())
+    return View("megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes)
+
+
+def _html(subject: Subject, asked: Asked) -> View:
+    assert asked.html is not None
+    page = report.report(subject.found, statistics_of(subject) if asked.stats else {})
+    asked.html.write_text(page, encoding="utf-8")
+    return View("html", str(asked.html), [f"{asked.html}: {readable(len(page.encode()))}"])

@@ -1,0 +1,90 @@
+"""Where a canonical tensor's bytes lie: native names, files, offsets, and which rank holds which slice."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.chunked import ChunkedTensor
+from formats.tensor import Box, FileTensor, LazyTensor, StridedTensor, matrix_shape
+from megaconv.engine.assembled import Assembled, Part
+
+
+class Place(NamedTuple):
+    """A rectangle of a canonical tensor, and the native tensor that holds it."""
+
+    native: str
+    where: str
+    """The rank or file that holds it, as the checkpoint calls it; empty where there is one file alone."""
+    files: tuple[tuple[str, int | None], ...]
+    """(file, byte at which the native tensor, or a chunk of it, begins; None where nobody knows)."""
+    box: Box
+    """In the canonical tensor, seen as a matrix."""
+    copy: bool
+    """Whether it is there again: another rank's replica, or a second name."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "native": self.native,
+            "where": self.where,
+            "files": [{"file": file, "offset": offset} for file, offset in self.files],
+            "rows": [self.box.row0, self.box.row1],
+            "columns": [self.box.col0, self.box.col1],
+            "copy": self.copy,
+        }
+
+
+def places(tensor: LazyTensor) -> list[Place]:
+    """In the order of the tensor's rows. Looks into the files' own directories, at no tensor."""
+    if not isinstance(tensor, Assembled):
+        rows, cols = matrix_shape(tuple(tensor.shape))
+        return [Place("", "", tuple(_files(tensor)), Box(0, rows, 0, cols), copy=False)]
+    own = [_place(part, copy=False) for part in tensor.parts]
+    return sorted(_joined(own), key=lambda place: place.box) + list(
+        _joined([_place(c.part, copy=True) for c in tensor.copies])
+    )
+
+
+def _place(part: Part, *, copy: bool) -> Place:
+    return Place(part.native, part.where, tuple(_files(part.source)), part.region.box, copy)
+
+
+def _joined(found: list[Place]) -> Iterator[Place]:
+    """One place for all rectangles of one native tensor that follow each other."""
+    last: Place | None = None
+    for place in found:
+        follows = (
+            last is not None
+            and last[:3] == place[:3]
+            and last.box.row1 == place.box.row0
+            and last.box[2:] == place.box[2:]
+        )
+        if last is not None and follows:
+            last = last._replace(box=last.box._replace(row1=place.box.row1))
+            continue
+        if last is not None:
+            yield last
+        last = place
+    if last is not None:
+        yield last
+
+
+def _files(source: object) -> Iterator[tuple[str, int | None]]:
+    if isinstance(source, (FileTensor, StridedTensor)):
+        yield str(source.file.path), source.offset
+    elif isinstance(source, ChunkedTensor):
+        for chunk in source.chunks:
+            yield from _files(chunk.stored.tensor())
+    else:  # a tensor that is computed of another: reshaped, cast, of quantized values
+        inner = getattr(source, "source", None) or getattr(source, "values", None)
+        if inner is not None:
+            yield from _files(inner)
+
+
+def relative(files: tuple[tuple[str, int | None], ...], root: Path) -> tuple[tuple[str, int | None], ...]:
+    """Names as seen from the checkpoint's directory."""
+    return tuple((_below(file, root), offset) for file, offset in files)
+
+
+def _below(file: str, root: Path) -> str:
+    path = Path(file)
+    return str(path.relative_to(root)) if path.is_relative_to(root) else file

@@ -1,0 +1,147 @@
+"""What `megaconv inspect` shows of a model: its tree, its tensors, its layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megaconv.api import inspect as inspected
+from megaconv.commands.views.tree import Module
+from megaconv.commands.views.tree import tree as tree_of
+from megaconv.families import family
+from megaconv.model.naming import CORE
+from megaconv.model.natives import RankTensors
+from megaconv.model.rank_share import rank_shares
+from tests.conftest import FIXTURES
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+
+MIXTURE = FIXTURES / "core-mixtral-seq-tp2pp2ep2" / "checkpoint"
+GGUF = FIXTURES / "gguf-qwen2-bpe" / "qwen2-bpe-q8_0.gguf"
+
+
+def shown(path: Path, *options: str) -> Any:
+    outcome = run("inspect", path, *options, "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    return json.loads(outcome.out)
+
+
+# --tree
+
+
+def test_equal_layers_are_one_line_of_the_tree(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=4)
+    tree = shown(model, "--tree")["tree"]
+    layers = next(module for module in tree["modules"] if module["name"] == "layers")
+    assert [(module["name"], module["copies"]) for module in layers["modules"]] == [("0-3", 4)]
+    assert tree["parameters"] == sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
+    assert tree["parameters"] == sum(module["parameters"] for module in tree["modules"])
+    assert "layers.0-3 " in run("inspect", model, "--tree").out
+
+
+def test_layers_that_differ_are_lines_of_their_own() -> None:
+    sizes = {f"layers.{layer}.mlp.weight": (8 if layer == 2 else 4, 16) for layer in range(5)}
+    (layers,) = tree_of(sizes).modules
+    assert [(module.name, module.parameters) for module in layers.modules] == [("0-1", 8), ("2", 8), ("3-4", 8)]
+
+
+def test_the_sizes_of_folded_modules_are_those_of_all_of_them() -> None:
+    def check(module: Module) -> None:
+        assert module.parameters >= sum(inner.parameters for inner in module.modules)
+        for inner in module.modules:
+            check(inner)
+
+    sizes = {f"layers.{layer}.experts.{e}.up.weight": (3, 6) for layer in range(2) for e in range(4)}
+    root = tree_of(sizes)
+    check(root)
+    assert (root.parameters, root.nbytes) == (24, 48)
+    assert root.modules[0].modules[0].modules[0].modules[0].copies == 4
+
+
+def test_an_unknown_model_has_a_tree_by_its_own_names() -> None:
+    names = [module["name"] for module in shown(GGUF, "--tree")["tree"]["modules"]]
+    assert names == ["token_embd", "blk", "output_norm"]
+
+
+# --tensors
+
+
+def test_tensors_are_found_by_canonical_and_by_native_name(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=2)
+    by_canonical = shown(model, "--tensors", "layers.1.attn.*")["tensors"]
+    by_native = shown(model, "--tensors", "model.layers.1.self_attn.*")["tensors"]
+    assert by_canonical == by_native
+    assert len(by_canonical) == 4
+    assert len(shown(model, "--tensors")["tensors"]) == 21
+
+
+def test_a_tensors_file_and_offset_lead_to_its_bytes(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=1)
+    (place,) = shown(model, "--tensors", "final_norm.weight")["tensors"]["final_norm.weight"]["places"]
+    (at,) = place["files"]
+    raw = (model / at["file"]).read_bytes()[at["offset"] :][:64]
+    expected = load_file(model / "model.safetensors")[place["native"]]
+    assert np.frombuffer(raw, np.uint16).tolist() == expected.view(dtype=__import__("torch").uint16).tolist()
+
+
+def test_each_rank_has_its_slice_of_a_tensor() -> None:
+    tensor = shown(MIXTURE, "--tensors", "layers.0.attn.o.weight")["tensors"]["layers.0.attn.o.weight"]
+    held = {place["where"].split("/")[0]: place["columns"] for place in tensor["places"] if not place["copy"]}
+    assert sorted(held.values()) == [[0, 16], [16, 32]]
+    assert {name[:10] for name in held} == {"mp_rank_00", "mp_rank_01"}
+
+
+def test_chunks_of_a_distributed_checkpoint_are_listed_with_their_files() -> None:
+    tensor = shown(FIXTURES / "dist-llama-tp2pp2", "--tensors", "embed.weight")["tensors"]["embed.weight"]
+    files = [at["file"] for place in tensor["places"] for at in place["files"]]
+    assert len(files) == 2
+    assert all(file.startswith("iter_0000010/__") for file in files)
+
+
+# --layout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "core-llama-tp2pp2vpp2", "core-llama-tp1pp2-first1", "core-gpt2-tp2pp2", "core-mixtral-seq-tp2pp2ep2",
+        "core-qwenlike-tp2pp1", "core-moe-shared-tp2ep2", "core-bert-tp2pp2",
+    ],
+)  # fmt: skip
+def test_a_ranks_parameters_are_those_of_its_tensors(name: str) -> None:
+    header = inspected(FIXTURES / name / "checkpoint").header
+    assert header.layout is not None
+    assert header.padded_vocab is not None
+    rows = family(header.config.family).rows
+    natives = RankTensors(rows, header.config, CORE, header.layout, header.padded_vocab)
+    held = [0] * header.layout.pp
+    for chunk in header.layout.chunks():
+        found = [native for native in natives.of(0, chunk) if native.copy is None or native.copy.written]
+        held[chunk.pp_rank] += sum(int(np.prod(native.shape)) for native in found)
+    shares = rank_shares(rows, header.config, header.layout, header.padded_vocab)
+    assert [share.parameters for share in shares] == held
+
+
+def test_the_picture_of_a_layout_shows_which_stage_has_which_layers() -> None:
+    found = shown(FIXTURES / "core-llama-tp2pp2vpp2" / "checkpoint", "--layout")["layout"]
+    assert [(stage["pp_rank"], stage["first_layer"]) for stage in found["stages"]] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    lines = run("inspect", FIXTURES / "core-llama-tp2pp2vpp2" / "checkpoint", "--layout").out.splitlines()
+    rows = {line.split()[1]: line[8:14] for line in lines if line.startswith("pp ")}
+    assert {rank: [cell for cell in row if cell != " "] for rank, row in rows.items()} == {
+        "0": ["E", rows["0"][1], rows["0"][3]],
+        "1": [rows["1"][2], rows["1"][4], "H"],
+    }
+
+
+def test_the_picture_of_a_mixture_shares_out_its_experts() -> None:
+    found = shown(MIXTURE, "--layout")["layout"]
+    assert found["experts_of_ep_rank"] == [[0, 1], [2, 3]]
+    assert found["ranks"] == 8
+    assert "ep 0: 0-1, ep 1: 2-3" in run("inspect", MIXTURE, "--layout").out
+
+
+def test_a_layout_of_an_unknown_model_is_refused() -> None:
+    assert_refused(run("inspect", GGUF, "--layout"), 2, "--layout", "GGUF")
