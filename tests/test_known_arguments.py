@@ -182,7 +182,7 @@ def real_checkpoints() -> list[Path]:
     names = [
         path.name
         for path in sorted(FIXTURES.iterdir())
-        if path.is_dir() and not path.name.startswith(("dcp-", "peft-", "gguf-"))
+        if path.is_dir() and not path.name.startswith(("dcp-", "peft-", "gguf-", "deepspeed-"))
     ]
     # One was written by a script that gave it few arguments.
     found = [
