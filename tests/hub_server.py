@@ -54,6 +54,10 @@ class Hub(ThreadingHTTPServer):
         """Bytes that went out by the name of the file."""
         self.after_first_range: Callable[[], None] = lambda: None
         """Called once a range has gone out."""
+        self.redirects = False
+        """Whether large files are served by another host, as the real Hub's are."""
+        self.tokens_elsewhere: list[str] = []
+        """What that host was told about who asks."""
 
     @property
     def address(self) -> str:
@@ -208,8 +212,19 @@ class _Request(BaseHTTPRequestHandler):
         if name not in self.server.commits[oid]:
             self.answer({}, 404, {"X-Error-Code": "EntryNotFound"})
             return
-        content = self.server.commits[oid][name].content
-        headers = {"X-Repo-Commit": oid, "ETag": f'"{sha256(content).hexdigest()}"'}
+        file, commit = self.server.commits[oid][name], {"X-Repo-Commit": oid}
+        if file.lfs and self.server.redirects:
+            where = f"http://localhost:{self.server.server_port}/stored/{oid}/{name}"
+            self.answer(b"", 302, commit | {"Location": where, "X-Linked-Size": str(len(file.content))})
+        else:
+            self.send(name, file.content, commit)
+
+    def stored(self, oid: str, name: str) -> None:
+        self.server.tokens_elsewhere += self.headers.get_all("Authorization", [])
+        self.send(name, self.server.commits[oid][name].content, {})
+
+    def send(self, name: str, content: bytes, headers: dict[str, str]) -> None:
+        headers = headers | {"ETag": f'"{sha256(content).hexdigest()}"'}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked is None or not self.server.has_ranges:
             self.serve(name, content, 200, headers)
@@ -308,6 +323,7 @@ _ROUTES = {
     rf"/{_REPOSITORY}\.git/info/lfs/objects/batch": "batch",
     rf"/{_REPOSITORY}/resolve/([^/]+)/(.+)": "resolve",
     r"/upload/(\w+)": "upload",
+    r"/stored/(\w+)/(.+)": "stored",
 }
 """By the first that fits."""
 

@@ -1,13 +1,17 @@
 """Models on the Hub of which only headers are read: the real client against a server that counts what it serves."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from formats import safetensors
 from formats.partial_files import PartialFile, find
-from formats.tensor import InputFile
+from formats.tensor import InputFile, read_tensor
 from megaconv.engine.conversion import fingerprint
 from tests import hub_server
 from tests.hub_server import File, Hub
@@ -45,7 +49,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def put(hub: Hub, model: Path, branch: str = "main") -> str:
     """The commit."""
-    return hub.commit(NAME, branch, {file.name: File(file.read_bytes(), False) for file in model.iterdir()})
+    files = {file.name: File(file.read_bytes(), file.suffix == ".safetensors") for file in model.iterdir()}
+    return hub.commit(NAME, branch, files)
 
 
 def megaconv(*arguments: object) -> Outcome:
@@ -82,6 +87,14 @@ def test_a_dry_run_and_a_diff_of_metadata_download_no_weights(hub: Hub, sharded:
     diff = megaconv("diff", "--metadata", NAME, sharded)
     assert (diff.status, diff.out.startswith("the same")) == (0, True), diff
     assert sum(hub.served.values()) < MEGABYTE
+
+
+def test_the_host_that_stores_large_files_is_followed_without_the_token(hub: Hub, deep: Path) -> None:
+    put(hub, deep)
+    hub.redirects = True
+    outcome = megaconv("inspect", NAME)
+    assert (outcome.status, "24 layers" in outcome.out) == (0, True), outcome.err
+    assert (hub.served["model.safetensors"] < 1 << 16, hub.tokens_elsewhere) == (True, [])
 
 
 def test_what_is_converted_or_compared_by_its_values_is_downloaded(hub: Hub, sharded: Path) -> None:
@@ -129,6 +142,31 @@ def test_no_header_is_asked_for_that_no_file_has(hub: Hub, deep: Path, length: i
     hub.commits[commit]["model.safetensors"] = File(content, False)
     assert_refused(megaconv("inspect", NAME), 3, "model.safetensors", f"a header of {length} bytes is declared")
     assert hub.served["model.safetensors"] == FIRST_BYTES
+
+
+def test_an_empty_file_is_what_it_is_on_the_disk(hub: Hub, deep: Path) -> None:
+    commit = put(hub, deep)
+    hub.commits[commit]["model.safetensors"] = File(b"", False)
+    assert_refused(megaconv("inspect", NAME), 3, "model.safetensors", "the file has 0")
+
+
+_READ_AFTER_ALL = f"""
+from formats.tensor import read_tensor
+from megaconv.engine.conversion import open_source
+from megaconv.options import LoadOptions
+_, source = open_source("{NAME}", options=LoadOptions(metadata_only=True))
+print(next(read_tensor(tensor).tobytes().hex() for key, tensor in source.tensors() if key.name == "final_norm.weight"))
+"""
+
+
+def test_values_that_somebody_reads_after_all_are_fetched(hub: Hub, deep: Path) -> None:
+    put(hub, deep)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", _READ_AFTER_ALL], env=environment, capture_output=True, text=True, timeout=60
+    )
+    tensors = safetensors.read(deep / "model.safetensors")
+    assert done.stdout.strip() == read_tensor(tensors["model.norm.weight"]).tobytes().hex(), done.stderr
 
 
 def test_without_ranges_weights_are_downloaded_and_it_is_said(hub: Hub, sharded: Path) -> None:
