@@ -206,19 +206,18 @@ def inspect(
 ) -> Inspection:
     """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
     if it has one. Raises CheckpointError."""
-    options = options or LoadOptions()
-    name, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=False))
+    options, place = options or LoadOptions(), resolve(str(path), metadata_only=True)
+    name, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=False))
     overridden = options.config is not None or options.true_vocab_size is not None
-    record = find_record(resolve(str(path))) if check_source and not overridden else None
+    record = find_record(place) if check_source and not overridden else None
     differences = None if record is None else record.other_tensors(source.header.manifest)
-    place = resolve(str(path))
     return Inspection(
         str(path),
         name,
         source.header,
         differences,
         disk_bytes(place),
-        _optimizer_bytes(path, options, name, source.header),
+        _optimizer_bytes(place, options, name, source.header),
     )
 
 
@@ -226,16 +225,18 @@ def look(
     path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
 ) -> "Inspection | Survey":
     """What a checkpoint is; or, where no loader knows what model it is, what its files hold. Raises CheckpointError."""
+    place = resolve(str(path), metadata_only=True)
     try:
-        return inspect(path, options, loader, check_source=check_source)
+        return replace(inspect(place, options, loader, check_source=check_source), path=str(path))
     except CheckpointError as error:
+        if loader is not None or error.code == "no-such-input" or not isinstance(place, Path):
+            raise
         from megaconv.commands.survey import survey  # which imports every format
 
-        place = "" if loader is not None or error.code == "no-such-input" else resolve(str(path))
-        found = survey(place, error) if isinstance(place, Path) else None
+        found = survey(place, error)
         if found is None:
             raise
-        return found
+        return replace(found, path=str(path))
 
 
 def disk_bytes(place: Place) -> int | None:
@@ -246,11 +247,11 @@ def disk_bytes(place: Place) -> int | None:
     return sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
 
 
-def _optimizer_bytes(path: str | Path, options: LoadOptions, loader: str, header: Header) -> int | None:
+def _optimizer_bytes(place: Place, options: LoadOptions, loader: str, header: Header) -> int | None:
     if header.training.optimizer is None:
         return None
     try:
-        _, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=True))
+        _, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=True))
     except CheckpointError:  # whoever converts it is told what is wrong with it
         return None
     return sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT)

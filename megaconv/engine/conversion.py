@@ -139,7 +139,8 @@ class Report:
 def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
     """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
     raise_file_limit()
-    path, options = resolve(str(place)), options or LoadOptions()
+    options = options or LoadOptions()
+    path = resolve(str(place), metadata_only=options.metadata_only)
     name, found = registry.choose(path, loader)
     registry.share_options(options.extra, {f"loader {name}": found})
     return name, LazySource(found.open(path, options))
@@ -147,7 +148,8 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
 
 def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
     """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
-    load, place = load_options(saver, options), resolve(str(load_dir))
+    load = load_options(saver, options)
+    place = resolve(str(load_dir), metadata_only=load.metadata_only)
     name, found = registry.choose(place, options.loader)
     refuse_sizes(registry.saver(saver), place, load, options.save)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
@@ -171,19 +173,26 @@ class LazySource:
 
 
 def prepare(
-    load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions, processes: int = 1
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    options: ConvertOptions,
+    processes: int = 1,
+    place: Place | None = None,
 ) -> tuple[Source, Report]:
     """Everything that can be known, and go wrong, before the first byte is written.
 
-    processes: that will write it together, each with files of its own.
+    processes: that will write it together, each with files of its own. place: what `resolve` made of load_dir, where that was
+    asked already.
     """
+    place = resolve(str(load_dir)) if place is None else place
     for word in options.save.allow_lossy:
         if word not in LOSSES:
             raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
     uses = getattr(registry.saver(saver), "uses", None)
     if uses is not None:
         refuse_unused(saver, uses(options.save), options.save)
-    source, extra = open_input(load_dir, saver, options)
+    source, extra = open_input(place, saver, options)
     written = source.header.manifest
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
@@ -196,7 +205,7 @@ def prepare(
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
         source = PlainSource(source, exact=not rounds)
     source = _stored(source, saver, options)
-    place, check = resolve(str(load_dir)), SourceCheck()
+    check = SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None
         altered = (merged.changed if merged else frozenset()) | getattr(source, "changed", frozenset())
@@ -308,7 +317,7 @@ def _convert(
     refuse_loss(save_dir, place, others, RECORD_NAME)
     opened = OpenedFiles()
     with opened:
-        source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
+        source, report = prepare(load_dir, save_dir, saver, options, ranks.size, place)
     asked = [options.dtype, options.adapters, options.all_extra(), _revision(place, source.header, options)]
     ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver, staging.target, options)))

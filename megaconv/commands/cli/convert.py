@@ -198,8 +198,10 @@ def _print_from_base(report: Any) -> None:
 def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
     from megaconv.engine.conversion import prepare
+    from megaconv.hub import resolve
 
-    _, report = prepare(load_dir, save_dir, saver, options)
+    place = resolve(load_dir, metadata_only=True)
+    _, report = prepare(load_dir, save_dir, saver, options, place=place)
     if as_json:
         print_json(report.to_json())
         return
