@@ -86,9 +86,9 @@ def write_bridge(target: Path, fixture: str, settings: dict[str, Any] | None = N
     return target
 
 
-def write_nemo(target: Path, fixture: str, **changed: Any) -> Path:
+def write_nemo(target: Path, fixture: str, prefix: str = "module.", **changed: Any) -> Path:
     weights = _copy_without_args(fixture, target / "weights", global_step=10)
-    prefix_keys(weights / ".metadata", "module.")
+    prefix_keys(weights / ".metadata", prefix)
     model = {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig"}
     described = {
         "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",

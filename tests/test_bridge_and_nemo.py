@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import CheckpointError, CorruptCheckpoint, UnknownFamily
 from megaconv.megatron.arguments.provider import provider_arguments
 from megaconv.megatron.arguments.read import from_arguments
+from megaconv.model.config import ModelConfig
 from megaconv.options import LoadOptions
-from tests.config_models import LLAMA, found_in_tensors
+from tests.config_models import LLAMA, configs, found_in_tensors
 from tests.conftest import FIXTURES
 from tests.neighbours import ITERATION, own_args, prefix_keys, provider, write_bridge, write_nemo
 from tests.put_together import assert_holds, assert_holds_optimizer
 from tests.runs import assert_refused, run
+from tests.test_megatron_args import arguments
 
 DENSE, EXPERTS = "dist-llama-tp2pp2", "dist-mixtral-tp2ep2"
 SHARDED, BUCKETS = "dist-v0.15-llama-optim-dp2-fully_sharded_model_space", "dist-llama-optim-dp2buckets-dp_reshardable"
@@ -45,8 +48,8 @@ def test_every_weight_and_the_model_are_those_of_megatron(
 
 @pytest.mark.parametrize("fixture", [SHARDED, BUCKETS])
 def test_the_optimizer_of_megatron_bridge_is_read_bit_for_bit(fixture: str, tmp_path: Path) -> None:
-    settings = {"optimizer": {"lr": 0.25, "timers": {"_target_": "a.B"}}, "ddp": {"overlap_grad_reduce": True}}
-    checkpoint = megaconv.open(write_bridge(tmp_path / "in", fixture, settings))
+    sections = {"optimizer": {"lr": 0.25, "timers": {"_target_": "a.B"}}, "ddp": {"overlap_grad_reduce": True}}
+    checkpoint = megaconv.open(write_bridge(tmp_path / "in", fixture, sections))
     assert_holds_optimizer(checkpoint, FIXTURES / fixture / "expected.safetensors")
     training = checkpoint.header.training
     assert (training.consumed_train_samples, training.arguments) == (80, {"lr": 0.25})
@@ -104,6 +107,18 @@ def test_without_its_settings_a_config_json_is_asked_for_and_enough(write: Write
     next(path.rglob("*.yaml")).unlink()
     assert_refused(run("inspect", path), 3, "has no args", "run_config.yaml", "--config")
     checkpoint = open_checkpoint(path, LoadOptions(config=tmp_path / "hf"))
+    assert_holds(checkpoint, FIXTURES / DENSE / "expected.safetensors")
+
+
+def test_the_distributed_weights_of_an_unpacked_nemo_1_archive_are_read_with_a_config_json(tmp_path: Path) -> None:
+    """As its next step says: keys begin with `model.`, and there is nothing else that is read."""
+    path = write_nemo(tmp_path / "in", DENSE, prefix="model.") / "weights"
+    path.rename(tmp_path / "in" / "model_weights")
+    shutil.rmtree(tmp_path / "in" / "context")
+    (tmp_path / "in" / "model_config.yaml").write_text("encoder_seq_length: 64")
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, "give its model_weights/, and --config")
+    run("convert", "--load-dir", FIXTURES / DENSE, "--saver", "hf", "--save-dir", tmp_path / "hf")
+    checkpoint = open_checkpoint(tmp_path / "in" / "model_weights", LoadOptions(config=tmp_path / "hf"))
     assert_holds(checkpoint, FIXTURES / DENSE / "expected.safetensors")
 
 
@@ -255,6 +270,45 @@ def test_settings_of_pipeline_stages_have_megatron_lms_names() -> None:
     args = provider_arguments(fields, "x.yaml", complete=True)
     assert isinstance(args, Namespace)
     assert args.decoder_first_pipeline_num_layers == 1
+
+
+def test_settings_of_layers_may_stand_below_a_name_of_their_own() -> None:
+    fields = provider(own_args(DENSE))
+    outer = {"vocab_size", "seq_length", "position_embedding_type", "rotary_base", "rotary_percent", "_target_"}
+    nested = {name: value for name, value in fields.items() if name in outer}
+    nested["transformer"] = {name: value for name, value in fields.items() if name not in outer}
+    assert provider_arguments(nested, "x", complete=True) == provider_arguments(fields, "x", complete=True)
+
+
+@given(configs())
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_every_model_that_arguments_describe_is_the_same_as_a_providers_settings(config: ModelConfig) -> None:
+    args, found = arguments(config), found_in_tensors(config)
+    expected = from_arguments(Namespace(**args), found)
+    assert from_arguments(provider_arguments(as_provider(args), "x", complete=True), found) == expected
+
+
+def as_provider(args: dict[str, Any]) -> dict[str, Any]:
+    """The settings that say what Megatron-LM's arguments say."""
+    functions = {
+        "swiglu": "torch.nn.functional.silu",
+        "squared_relu": "megatron.core.activations.squared_relu",
+        "quick_geglu": "megatron.core.activations.quick_gelu",
+        "bias_gelu_fusion": "megatron.core.activations.fast_gelu",
+    }
+    func = next((name for flag, name in functions.items() if args[flag]), "torch._C._nn.gelu")
+    renamed = {
+        "group_query_attention", "untie_embeddings_and_output_weights", "max_position_embeddings", "norm_epsilon",
+        "use_rope_scaling", "rotary_seq_len_interpolation_factor", "apply_layernorm_1p", "openai_gelu", *functions,
+    }  # fmt: skip
+    return {name: value for name, value in args.items() if name not in renamed} | {
+        "activation_func": function(func),
+        "seq_length": args["max_position_embeddings"],
+        "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
+        "num_query_groups": args["num_query_groups"] if args["group_query_attention"] else None,
+        "seq_len_interpolation_factor": args["rotary_seq_len_interpolation_factor"],
+        "rope_scaling": args["use_rope_scaling"],
+    }
 
 
 def test_what_is_written_by_hand_is_plain_yaml(tmp_path: Path) -> None:

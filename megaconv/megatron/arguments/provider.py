@@ -7,9 +7,10 @@
       scale_factor: 32.0
 
 A provider is a TransformerConfig of Megatron core with the arguments of GPTModel: most of its fields have Megatron's names.
-Those that have others are renamed here; functions and specs, which Megatron-LM makes of flags, become those flags, and what no
-flag stands for stays under its name, to be refused. Source: gpt_provider.py, llama_provider.py, gemma_provider.py and
-yaml_utils.py of Megatron-Bridge, a run_config.yaml that it printed in October 2025; megatron/core/transformer/mlp.py.
+Newer configurations have those of TransformerConfig below `transformer:`. What is called otherwise is renamed here; functions and
+specs, which Megatron-LM makes of flags, become those flags, and what no flag stands for stays under its name, to be refused.
+Source: gpt_provider.py, llama_provider.py, gemma_provider.py, gpt_builder.py and yaml_utils.py of Megatron-Bridge, a
+run_config.yaml that it printed in October 2025; megatron/core/transformer/mlp.py.
 """
 
 from argparse import Namespace
@@ -41,7 +42,15 @@ _OWN_MODULES = ("megatron.core.", "megatron.bridge.", "nemo.collections.llm.", "
 _TURNED = ("activation_func", "bias_activation_fusion", "scale_factor", "share_embeddings_and_output_weights", *_LLAMA3)
 """Read here, to become other arguments."""
 _WITHOUT_EFFECT = (
-    *("_call_", "_target_", "bias_dropout_add_fusion", "data_step_fn", "extra_checkpoint_metadata", "forward_step_fn"),
+    *(
+        "_builder_",
+        "_call_",
+        "_target_",
+        "bias_dropout_add_fusion",
+        "data_step_fn",
+        "extra_checkpoint_metadata",
+        "forward_step_fn",
+    ),
     *("generation_config", "hf_model_id", "mtp_enabled", "no_sync_func", "parallel_output", "restore_modelopt_state"),
     *("scatter_embedding_sequence_parallel", "should_pad_vocab", "use_transformer_engine_full_layer_spec"),
 )
@@ -62,6 +71,9 @@ def provider_arguments(fields: Mapping[str, Any], where: str, *, complete: bool)
     where: the file, for messages. complete: whether nothing else describes the model. Raises CorruptCheckpoint for settings that
     lack what decides, UnknownFamily for a scaling of positions that Megatron-LM has no argument for.
     """
+    inner = fields.get("transformer")
+    if isinstance(inner, dict):
+        fields = {name: value for name, value in fields.items() if name != "transformer"} | inner
     if complete:
         _require_deciding(fields, where)
     given = {name: value for name, value in fields.items() if name not in (*_TURNED, *_SPECS, *_WITHOUT_EFFECT)}
