@@ -4,6 +4,7 @@ Neither software wrote them: which files there are and what stands in them is fr
 Megatron-Bridge printed. The tensors are Megatron core's, whose saving both use.
 """
 
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -97,7 +98,8 @@ def write_nemo(target: Path, fixture: str, prefix: str = "module.", **changed: A
     }
     (target / "context").mkdir()
     (target / "context" / "model.yaml").write_text(yaml.safe_dump(described))
-    (target / "context" / "io.json").write_text("nothing that could be read")
+    hostile = {"objects": {"model_1": {"type": {"module": "os", "name": "system"}, "arguments": ["touch done"]}}}
+    (target / "context" / "io.json").write_text(json.dumps(hostile))
     return target
 
 

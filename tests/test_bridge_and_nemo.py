@@ -67,6 +67,10 @@ def test_the_commands_find_out_what_it_is(write: Write, tmp_path: Path) -> None:
     writer = "Megatron-Bridge" if write is write_bridge else "NeMo 2"
     inspected = run("inspect", path)
     assert f"core, torch_dist format of {writer}" in inspected.out
+    flags = run("inspect", path, "--megatron-args")
+    assert ("--load" in flags.out.split()) == (
+        write is write_bridge
+    )  # Megatron-LM finds no keys that begin with `module.`
     converted = run("convert", "--load-dir", path, "--saver", "hf", "--save-dir", out)
     assert converted.status == 0, converted.err
     assert megaconv.fingerprint(out).weights == megaconv.fingerprint(FIXTURES / DENSE).weights
