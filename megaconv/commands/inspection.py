@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats import rank_files
 from formats.tensor import ITEMSIZE
-from megaconv.commands.survey import Survey, survey
 from megaconv.commands.units import readable as readable
 from megaconv.commands.units import share
 from megaconv.engine.conversion import open_source
@@ -22,6 +21,9 @@ from megaconv.model.fields import fields_of
 from megaconv.model.ir import WEIGHT, Header, weight_kinds
 from megaconv.model.pattern import SYMBOLS, pattern_of
 from megaconv.options import LoadOptions
+
+if TYPE_CHECKING:
+    from megaconv.commands.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -222,11 +224,13 @@ def inspect(
 
 def look(
     path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
-) -> Inspection | Survey:
+) -> "Inspection | Survey":
     """What a checkpoint is; or, where no loader knows what model it is, what its files hold. Raises CheckpointError."""
     try:
         return inspect(path, options, loader, check_source=check_source)
     except CheckpointError as error:
+        from megaconv.commands.survey import survey  # which imports every format
+
         place = "" if loader is not None or error.code == "no-such-input" else resolve(str(path))
         found = survey(place, error) if isinstance(place, Path) else None
         if found is None:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats.opened import OpenedFiles
 from formats.staging import Staging
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv._version import __version__
-from megaconv.engine.adapters.merging import MergedSource, merge
 from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.completeness import completeness_notices, missing_parts
 from megaconv.engine.early_check import refuse_sizes
@@ -35,6 +34,9 @@ from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffe
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
+
+if TYPE_CHECKING:
+    from megaconv.engine.adapters.merging import MergedSource
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
@@ -213,7 +215,7 @@ def prepare(
     return source, replace(report, merging=merged.notices if merged else ())
 
 
-def _changed(source: Source, options: ConvertOptions) -> tuple[Source, MergedSource | None]:
+def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:
     """(the source with its adapters merged, in the dtype asked for; its part that merges, if there is any).
 
     Adapters are merged in the wider of the two dtypes: nothing is rounded that is to be added to.
@@ -223,6 +225,8 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, MergedSou
     if not options.adapters:
         return (source if cast is None else CastSource(source, cast, overflow)), None
     widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
+    from megaconv.engine.adapters.merging import merge
+
     merged = merge(CastSource(source, cast, overflow) if cast and widens else source, options.adapters)
     return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
 

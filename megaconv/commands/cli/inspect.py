@@ -64,14 +64,16 @@ def inspect(
     Exit status 3: names or shapes of its tensors are not what its megaconv.json says.
     """
     from megaconv.commands.inspection import look
-    from megaconv.commands.views.requested import Asked, Subject, views
     from megaconv.options import LoadOptions
 
     options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
     found: Any = look(path, options, loader, check_source=check_source)
-    shown = views(
-        Subject(path, found, options), Asked(tree, tensors, layout, stats, megatron_args, html), blocks=_has_blocks()
-    )
+    shown: list[Any] = []
+    if any((tree, tensors is not None, layout, stats, megatron_args, html)):
+        from megaconv.commands.views.requested import Asked, Subject, views
+
+        asked = Asked(tree, tensors, layout, stats, megatron_args, html)
+        shown = views(Subject(path, found, options), asked, blocks=_has_blocks())
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
