@@ -196,6 +196,15 @@ def test_settings_that_are_hostile_do_nothing_and_are_refused(
     assert not (tmp_path / "done").exists()
 
 
+def test_settings_with_names_of_python_are_settings_as_any_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("self", "__class__", "__dict__", "__getattribute__", "not a word")
+    path = write_bridge(tmp_path / "in", DENSE, **dict.fromkeys(names, 3))
+    assert open_checkpoint(path).config == open_checkpoint(FIXTURES / DENSE).config
+    assert all(name in caplog.text for name in names)
+
+
 def test_a_tag_where_a_number_should_be_is_refused(tmp_path: Path) -> None:
     path = write_bridge(tmp_path / "in", DENSE)
     file = path / ITERATION / "run_config.yaml"

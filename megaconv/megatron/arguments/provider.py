@@ -86,7 +86,9 @@ def provider_arguments(fields: Mapping[str, Any], where: str, *, complete: bool)
         given["untie_embeddings_and_output_weights"] = not fields["share_embeddings_and_output_weights"]
     given |= _activation(fields) | _llama3_scaling(fields, where)
     specs = [target for name in _SPECS if (target := target_of(fields.get(name))) and not _is_own(target)]
-    return Namespace(**given, **({"spec": specs} if specs else {}))
+    args = Namespace()
+    vars(args).update(given | ({"spec": specs} if specs else {}))  # not as attributes: a field may be called __class__
+    return args
 
 
 def _require_deciding(fields: Mapping[str, Any], where: str) -> None:

@@ -51,8 +51,9 @@ class Described(NamedTuple):
 
 def nemo_weights(path: Path) -> Path | None:
     """The distributed checkpoint in a NeMo 2 directory; None for any other directory."""
-    weights = path / NEMO_WEIGHTS
-    return weights if torch_dist.is_dcp(weights) or (weights / torch_dist.FORMAT_FILE).is_file() else None
+    weights, context = path / NEMO_WEIGHTS, (path / NEMO_MODEL).parent
+    found = (weights / torch_dist.FORMAT_FILE).is_file() or (torch_dist.is_dcp(weights) and context.is_dir())
+    return weights if found else None
 
 
 def latest_version(path: Path) -> Path | None:
@@ -96,7 +97,9 @@ def _of_bridge(path: Path, *, complete: bool) -> Described:
             if name in OPTIMIZATION and isinstance(value, (int, float, str)):
                 setattr(args, name, value)
     ddp = sections.get("ddp", {})
-    args.overlap_grad_reduce, args.ddp_bucket_size = ddp.get("overlap_grad_reduce") is True, ddp.get("bucket_size")
+    args.overlap_grad_reduce = ddp.get("overlap_grad_reduce") is True
+    if type(ddp.get("bucket_size")) is int:
+        args.ddp_bucket_size = ddp["bucket_size"]
     names = ("tokenizer_model", "vocab_file", "merge_file")
     _set_tokenizer(args, path.parent / "tokenizer", {name: sections.get("tokenizer", {}).get(name) for name in names})
     counts = _counts(path.with_name(_TRAIN_STATE)) if path.with_name(_TRAIN_STATE).is_file() else {}
