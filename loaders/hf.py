@@ -1,8 +1,12 @@
 """Hugging Face directories: config.json, and weights in safetensors or torch `.bin` files, single or sharded."""
 
+import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from formats.tensor import LazyTensor
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import has_weights, read_directory, whole_model
@@ -10,11 +14,17 @@ from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.hf_config import load_config, quant_method
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.language_model import inner_names
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
+HAS_TEXT_ONLY = True
+
+_log = logging.getLogger("megaconv")
 
 
 def detect(path: Path) -> bool:
@@ -24,7 +34,7 @@ def detect(path: Path) -> bool:
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for a directory that isn't a complete model of a known family."""
     directory = options.config or path
-    family, config = read_config(directory / CONFIG_NAME)
+    family, config = read_config(directory / CONFIG_NAME, text_only=options.text_only)
     if options.true_vocab_size not in (None, config.vocab):
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
@@ -32,6 +42,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     weights, found = read_directory(path)
     quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
     found = dequantize(found, quantized, options.dtype, weights.name)
+    if options.text_only:
+        found, config = _language_model(found, config, weights)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
@@ -49,6 +61,24 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         source=f"hf, {_kind(weights)}",
     )
     return OpenedSource(header, tensors)
+
+
+def _language_model(
+    found: Mapping[str, LazyTensor], config: ModelConfig, weights: Path
+) -> tuple[dict[str, LazyTensor], ModelConfig]:
+    """Its tensors by the names of a model by itself, and its configuration: tied where the files hold no head."""
+    names = inner_names(found)
+    beside = Counter(
+        ".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in found if name not in names
+    )
+    _log.warning(
+        "%s: --text-only: left out is what lies beside the language model: %s; --base %s puts it back into an hf output",
+        weights,
+        ", ".join(f"{name} ({count} tensors)" for name, count in beside.items()) or "nothing",
+        weights.parent,
+    )
+    kept = {new: found[old] for old, new in names.items()}
+    return kept, config if "lm_head.weight" in kept else changed(config, {"tie_embeddings": True})
 
 
 def _kind(weights: Path) -> str:

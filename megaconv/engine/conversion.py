@@ -138,6 +138,8 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     raise_file_limit()
     path, options = resolve(str(place)), options or LoadOptions()
     name, found = registry.choose(path, loader)
+    if options.text_only and not getattr(found, "HAS_TEXT_ONLY", False):
+        raise UsageError(f"--text-only: {path}: --loader {name} reads language models alone; leave it out")
     registry.share_options(options.extra, {f"loader {name}": found})
     return name, LazySource(found.open(path, options))
 

@@ -3,7 +3,7 @@
     Naming("core", ("grouped",))    looks for a spelling under core_grouped, then under core
 
 hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
-          writes them when its option says not to keep the older form.
+          writes them when its option says not to keep the older form; `stacked_transposed`: each expert in it transposed.
 core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own; `local_keys`: these under the names
           that the others have, as distributed checkpoints call them. Experts are modules of their own;
           `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
@@ -16,8 +16,8 @@ meta      Meta's own files and Mistral's. Llama 1 and 2 shard the embedding alon
 from dataclasses import dataclass
 
 KEYS = (
-    *("hf", "hf_stacked", "core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped"),
-    "core_rope_last",
+    *("hf", "hf_stacked", "hf_stacked_transposed"),
+    *("core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped", "core_rope_last"),
     *("legacy", "meta", "meta_rows"),
 )
 """What a row may spell its tensors under. A new naming scheme is a new key here."""
@@ -47,6 +47,7 @@ class Naming:
 
 HF = Naming("hf")
 HF_STACKED = Naming("hf", ("stacked",))
+HF_STACKED_TRANSPOSED = Naming("hf", ("stacked_transposed", "stacked"))
 CORE = Naming("core")
 CORE_LOCAL = Naming("core", ("local",))
 CORE_LOCAL_KEYS = Naming("core", ("local_keys",))
@@ -59,7 +60,16 @@ META = Naming("meta")
 META_ROWS = Naming("meta", ("rows",))
 
 NAMINGS = (
-    *(HF, HF_STACKED, CORE, CORE_LOCAL, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL_LEGACY_GROUPED),
+    *(
+        HF,
+        HF_STACKED,
+        HF_STACKED_TRANSPOSED,
+        CORE,
+        CORE_LOCAL,
+        CORE_GROUPED,
+        CORE_LEGACY_GROUPED,
+        CORE_LOCAL_LEGACY_GROUPED,
+    ),
     CORE_ROPE_LAST,
     *(LEGACY, META, META_ROWS),
 )
