@@ -26,6 +26,10 @@ VISION = {
     "num_heads": 4, "depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
     "num_position_embeddings": 16, "embed_dim": 32, "vision_output_dim": 64, "projector_input_dim": 32, "projector_output_dim": 64,
 }  # fmt: skip
+AUDIO = {
+    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "num_mel_bins": 8,
+    "max_source_positions": 20,
+}  # fmt: skip
 MOE = {
     "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "decoder_sparse_step": 1, "first_k_dense_replace": 1,
@@ -72,6 +76,7 @@ MODELS = {
             },
             layout={"tp": 2, "ep": 2},
         ),
+        Inside("qwen2_audio", "qwen2", {"model_type": "qwen2", **rope(5000.0)}),
         Inside("exaone4_5", "exaone4", {"model_type": "exaone4"}),
     )
 }
@@ -79,27 +84,28 @@ MODELS = {
 
 def create(model: Inside, directory: Path) -> Any:
     """Save a small one, random in every weight; returns it as transformers loads it again."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForMultimodalLM
 
     torch.manual_seed(20)
     text = deepcopy({**SIZES, "pad_token_id": 6, **model.text})  # transformers changes what it is given
-    vision = {"hidden_act": "silu", **VISION}
-    config = AutoConfig.for_model(model.model_type, text_config=text, vision_config=vision, tie_word_embeddings=False)
-    whole = AutoModelForImageTextToText.from_config(config)
+    sense = (
+        {"audio_config": AUDIO} if "audio" in model.model_type else {"vision_config": {"hidden_act": "silu", **VISION}}
+    )
+    config = AutoConfig.for_model(model.model_type, text_config=text, tie_word_embeddings=False, **sense)
+    whole = AutoModelForMultimodalLM.from_config(config)
     for tensor in whole.state_dict().values():
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape) * 0.2)
     whole.save_pretrained(directory)
-    if (
-        model.model_type == "kimi_k25"
-    ):  # as its files have it: transformers 5.23 takes layers of the language model for the tower's
+    if model.model_type == "kimi_k25":
+        # As its files have it: transformers 5.23 takes layers of the language model for the tower's.
         for file in directory.glob("*.safetensors"):
             tensors = load_file(file)
             save_file(
                 {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}, file
             )
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return AutoModelForImageTextToText.from_pretrained(directory, **options).eval()
+    return AutoModelForMultimodalLM.from_pretrained(directory, **options).eval()
 
 
 QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe")
@@ -185,6 +191,37 @@ def test_an_absent_head_is_the_embedding_whatever_config_json_says(tmp_path: Pat
     save_file(tensors, hf / "model.safetensors")
     megaconv.convert(hf, tmp_path / "alone", saver="hf", text_only=True)
     assert json.loads((tmp_path / "alone/config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_fp8_that_the_text_config_speaks_of_becomes_plain(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    create(MODELS["mistral3"], hf)
+    stored = load_file(hf / "model.safetensors")
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    stored |= {name: stored[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((11, 8), 0.5)}
+    save_file(stored, hf / "model.safetensors")
+    raw = json.loads((hf / "config.json").read_text())
+    raw["text_config"]["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (hf / "config.json").write_text(json.dumps(raw))
+    megaconv.convert(hf, tmp_path / "core", saver="core", text_only=True, dtype="fp32")
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=hf)
+    back = {key: value for file in (tmp_path / "back").glob("*.safetensors") for key, value in load_file(file).items()}
+    assert back.keys() == stored.keys() - {f"{name}_scale_inv"}
+    assert torch.equal(back[name], stored[name].float() * 0.5)
+    del raw["text_config"]["quantization_config"]
+    assert json.loads((tmp_path / "back/config.json").read_text()) == raw
+    raw["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (hf / "config.json").write_text(json.dumps(raw))
+    outcome = run("convert", hf, tmp_path / "out", "--saver", "core", "--text-only")
+    assert_refused(outcome, 3, "quantized (compressed-tensors)")
+
+
+def test_its_fingerprint_is_that_of_what_it_is_converted_to(tmp_path: Path) -> None:
+    create(MODELS["llava"], tmp_path / "hf")
+    report = megaconv.convert(tmp_path / "hf", tmp_path / "core", saver="core", text_only=True, tp=2)
+    outcome = run("fingerprint", tmp_path / "hf", "--text-only")
+    assert report.fingerprint is not None
+    assert outcome.out == report.fingerprint.weights + "\n"
 
 
 # What can't be.

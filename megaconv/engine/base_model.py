@@ -20,9 +20,9 @@ from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.hf_config import QUANTIZATION, load_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.language_model import INSIDE, put_inside
+from megaconv.families.parts.language_model import INSIDE, TEXT, put_inside
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class BaseModel:
     def config_json(self, dtype: str) -> bytes:
         """Its config.json, with the dtype that the weights now have."""
         config = load_config(self.directory / CONFIG_NAME)
-        config.pop("quantization_config", None)
+        for part in (config, config.get(TEXT)):
+            if isinstance(part, dict):
+                part.pop(QUANTIZATION, None)
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

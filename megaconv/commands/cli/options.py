@@ -201,7 +201,7 @@ TextOnly = Annotated[
     bool,
     typer.Option(
         "--text-only",
-        help="Of a model that sees or hears: convert the language model in it; --base ORIGINAL is the way back.",
+        help="Of a model that sees or hears: the language model in it alone (convert --base ORIGINAL is the way back).",
     ),
 ]
 Adapter = Annotated[

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
+from megaconv.families.parts.hf_config import QUANTIZATION
 from megaconv.families.parts.keys import CONFIG_NAME
 
 TEXT = "text_config"
@@ -58,7 +59,7 @@ _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_pro
 
 _OF_IMAGES = re.compile("(image|video|vision)_")
 _MROPE = ("mrope_section", "mrope_interleaved")
-_FROM_OUTSIDE = ("torch_dtype", "dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+_FROM_OUTSIDE = ("torch_dtype", "dtype", QUANTIZATION, "bos_token_id", "eos_token_id", "pad_token_id")
 """What a config.json may say for all of its parts at once."""
 
 
