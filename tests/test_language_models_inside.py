@@ -19,7 +19,7 @@ import megaconv
 from megaconv.families.parts.language_model import DEFAULTS
 from tests.models import write_llama
 from tests.runs import assert_refused, run
-from tests.transformers_oracle import SIZES, compute, load, meaning, rope
+from tests.transformers_oracle import DELTA_NET, GEMMA_LAYERS, SIZES, compute, load, meaning, rope
 
 VISION = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
@@ -30,10 +30,7 @@ AUDIO = {
     "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "num_mel_bins": 8,
     "max_source_positions": 20,
 }  # fmt: skip
-MOE = {
-    "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-    "decoder_sparse_step": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 1, 2]}}
 
 
@@ -50,18 +47,41 @@ class Inside:
 MODELS = {
     model.model_type: model
     for model in (
-        Inside("gemma3", "gemma3_text", {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": 7}),
+        Inside(
+            "gemma3",
+            "gemma3_text",
+            {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": 7, "layer_types": GEMMA_LAYERS},
+        ),
         Inside("mistral3", "mistral", {"model_type": "mistral", "head_dim": 12, **rope(5000.0)}),
         Inside("llava", "llama", {"model_type": "llama", **rope(5000.0)}),
         Inside("internvl", "qwen2", {"model_type": "qwen2", **rope(5000.0)}),
         Inside("qwen2_vl", "qwen2", MROPE),
         Inside("qwen2_5_vl", "qwen2", MROPE),
         Inside("qwen3_vl", "qwen3", {"head_dim": 8, **MROPE}),
-        Inside("qwen3_vl_moe", "qwen3_moe", {"head_dim": 8, **MOE, **MROPE}, layout={"tp": 2, "ep": 2}),
-        Inside("qwen3_5", "qwen3_5", {"head_dim": 16}, layout={"tp": 2, "pp": 2, "transformer_impl": "local"}),
+        Inside(
+            "qwen3_vl_moe",
+            "qwen3_moe",
+            {"head_dim": 8, "num_local_experts": 4, **MOE, **MROPE},
+            layout={"tp": 2, "ep": 2},
+        ),
+        Inside("qwen3_5", "qwen3_5", DELTA_NET, layout={"tp": 2, "pp": 2, "transformer_impl": "local"}),
+        Inside(
+            "qwen3_5_moe",
+            "qwen3_5_moe",
+            {**DELTA_NET, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 40},
+            layout={"tp": 2, "ep": 2, "transformer_impl": "local"},
+        ),
+        Inside("smolvlm", "llama", {"model_type": "llama", **rope(5000.0)}),
         Inside("glm4v", "glm4", {"head_dim": 8, **MROPE}),
-        Inside("glm4v_moe", "glm4_moe", {"head_dim": 16, **MOE, **MROPE}, layout={"tp": 2, "ep": 2}),
-        Inside("llama4", "llama4", {"head_dim": 8, **MOE, "num_experts_per_tok": 1}, layout={"tp": 2, "ep": 2}),
+        Inside(
+            "glm4v_moe", "glm4_moe", {"head_dim": 16, "n_routed_experts": 4, **MOE, **MROPE}, layout={"tp": 2, "ep": 2}
+        ),
+        Inside(
+            "llama4",
+            "llama4",
+            {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1},
+            layout={"tp": 2, "ep": 2},
+        ),
         Inside(
             "kimi_k25",
             "deepseek_v3",
@@ -72,6 +92,8 @@ MODELS = {
                 "q_lora_rank": 24,
                 "n_group": 2,
                 "topk_group": 1,
+                "n_routed_experts": 4,
+                "first_k_dense_replace": 1,
                 **MOE,
             },
             layout={"tp": 2, "ep": 2},
