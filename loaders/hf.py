@@ -1,6 +1,5 @@
 """Hugging Face directories: config.json, and weights in safetensors or torch `.bin` files, single or sharded."""
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,8 +23,6 @@ from megaconv.options import LoadOptions
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
 HAS_TEXT_ONLY = True
 
-_log = logging.getLogger("megaconv")
-
 
 def detect(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file() and has_weights(path)
@@ -42,8 +39,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     weights, found = read_directory(path)
     quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
     found = dequantize(found, quantized, options.dtype, weights.name)
+    beside = dict[str, int]()
     if options.text_only:
-        found, config = _language_model(found, config, weights)
+        found, config, beside = _language_model(found, config)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
@@ -59,26 +57,20 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         manifest,
         files=find_sidecars(directory),
         source=f"hf, {_kind(weights)}",
+        beside=beside,
     )
     return OpenedSource(header, tensors)
 
 
 def _language_model(
-    found: Mapping[str, LazyTensor], config: ModelConfig, weights: Path
-) -> tuple[dict[str, LazyTensor], ModelConfig]:
-    """Its tensors by the names of a model by itself, and its configuration: tied where the files hold no head."""
+    found: Mapping[str, LazyTensor], config: ModelConfig
+) -> tuple[dict[str, LazyTensor], ModelConfig, dict[str, int]]:
+    """Its tensors by the names of a model by itself; its configuration, tied where the files hold no head; what lies beside it."""
     names = inner_names(found)
-    beside = Counter(
-        ".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in found if name not in names
-    )
-    _log.warning(
-        "%s: --text-only: left out is what lies beside the language model: %s; --base %s puts it back into an hf output",
-        weights,
-        ", ".join(f"{name} ({count} tensors)" for name, count in beside.items()) or "nothing",
-        weights.parent,
-    )
+    others = (name.split(".") for name in found if name not in names)
+    beside = Counter(".".join(words[: 2 if words[0] == "model" else 1]) for words in others)
     kept = {new: found[old] for old, new in names.items()}
-    return kept, config if "lm_head.weight" in kept else changed(config, {"tie_embeddings": True})
+    return kept, config if "lm_head.weight" in kept else changed(config, {"tie_embeddings": True}), dict(beside)
 
 
 def _kind(weights: Path) -> str:

@@ -141,17 +141,9 @@ def all_families() -> dict[str, Family]:
 
 def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     """The family of a config.json. Raises UnknownFamily listing what is known."""
-    architectures = config.get("architectures") or []
-
-    def fits(family: Family) -> bool:
-        if architectures:
-            return bool(set(architectures) & set(family.architectures))
-        return config.get("model_type") in (family.model_type, *family.other_types)
-
-    for known_families in (families, all_families):  # looking for other packages only where ours don't fit
-        for family in known_families().values():
-            if fits(family):
-                return family
+    found, architectures = _family_of(config), config.get("architectures") or []
+    if found is not None:
+        return found
     _refuse_known(architectures, source)
     inside = _family_inside(config)
     if inside is not None:
@@ -164,6 +156,21 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     raise UnknownFamily(
         f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see CONTRIBUTING.md"
     )
+
+
+def _family_of(config: Mapping[str, Any]) -> Family | None:
+    architectures = config.get("architectures") or []
+
+    def fits(family: Family) -> bool:
+        if architectures:
+            return bool(set(architectures) & set(family.architectures))
+        return config.get("model_type") in (family.model_type, *family.other_types)
+
+    for known_families in (families, all_families):  # looking for other packages only where ours don't fit
+        for family in known_families().values():
+            if fits(family):
+                return family
+    return None
 
 
 def _refuse_known(architectures: Collection[Any], source: str) -> None:
@@ -179,6 +186,16 @@ def _family_inside(raw: Mapping[str, Any]) -> Family | None:
     if kind is None:
         return None
     return next((each for each in all_families().values() if kind in (each.model_type, *each.other_types)), None)
+
+
+def only_text_converts(directory: Path) -> bool:
+    """Whether a Hugging Face directory's model sees or hears, and only the language model in it is of one of the families."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        return False
+    raw = load_config(path)
+    with well_formed(str(path)):
+        return _family_of(raw) is None and _family_inside(raw) is not None
 
 
 def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
