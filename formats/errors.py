@@ -22,6 +22,13 @@ class CorruptCheckpoint(CheckpointError):
     code = "corrupt-checkpoint"
 
 
+class UnsupportedInput(CheckpointError):
+    """The input is of a known kind that can't be read: an adapter, a GGUF file, weights of another quantization."""
+
+    exit_status = 3
+    code = "unsupported-input"
+
+
 class UnsafeContent(CheckpointError):
     """A file asks for code to be run, or reaches outside its checkpoint."""
 

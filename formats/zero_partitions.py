@@ -20,7 +20,7 @@ from typing import Any
 
 from formats import torch_zip
 from formats.chunked import Chunk, ChunkedTensor
-from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from formats.flattened import narrowed
 from formats.regular_files import read_small
 from formats.tensor import LazyTensor, Shape, as_shape, read_tensor
@@ -82,17 +82,17 @@ def _files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def open_step(path: Path) -> ZeroCheckpoint:
-    """Reads all metadata. Raises CorruptCheckpoint for a step that is incomplete, or of a kind that is not supported."""
+    """Reads all metadata. Raises CorruptCheckpoint for a step that is incomplete, UnsupportedInput for a kind that can't be read."""
     others = sorted(child.name for child in path.iterdir() if _OTHERS.fullmatch(child.name))
     if others:
-        raise CorruptCheckpoint(
+        raise UnsupportedInput(
             f"{path}: {others[0]} is of a pipeline or of experts cut by DeepSpeed, which are not supported; "
             "save it as one model, or convert it with DeepSpeed's ds_to_universal"
         )
     models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
     state = _read(models[min(models)])
     if state.get("mp_world_size", 1) != 1:
-        raise CorruptCheckpoint(
+        raise UnsupportedInput(
             f"{path}: is cut over {state['mp_world_size']} tensor-parallel ranks, which is not supported"
         )
     ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
@@ -132,9 +132,9 @@ def _joined(
     whole = "fp32_flat_groups" in partitions[0]
     base = [partition["optimizer_state_dict" if whole else "base_optimizer_state"] for partition in partitions]
     if not all(isinstance(each, dict) for each in base):
-        raise CorruptCheckpoint(f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported")
+        raise UnsupportedInput(f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported")
     if whole and state.get("frozen_param_shapes"):
-        raise CorruptCheckpoint(f"{path}: has frozen parameters under stage 3, which are not supported")
+        raise UnsupportedInput(f"{path}: has frozen parameters under stage 3, which are not supported")
     masters = [
         partition["fp32_flat_groups" if whole else "single_partition_of_fp32_groups"] for partition in partitions
     ]

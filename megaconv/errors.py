@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
-from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace, TargetExists, UnsafeContent
+from formats.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    NotEnoughSpace,
+    TargetExists,
+    UnsafeContent,
+    UnsupportedInput,
+)
 
 __all__ = [
     "CODES",
@@ -52,13 +59,6 @@ class UnknownFormat(CheckpointError):
 
     exit_status = 3
     code = "unknown-format"
-
-
-class UnsupportedInput(CheckpointError):
-    """The input is of a known kind that can't be read: an adapter, a GGUF file, weights of another quantization."""
-
-    exit_status = 3
-    code = "unsupported-input"
 
 
 class UnknownFamily(CheckpointError):

@@ -63,6 +63,8 @@ DIRECTORIES = (
         "--loader hf --config ORIGINAL",
         incomplete=True,
     ),
+)
+REMAINS = (
     Kind(
         ("*.safetensors", "pytorch_model*.bin"),
         "has weights ({name}) and neither a config.json nor an index (model.safetensors.index.json); put the original's beside them",
@@ -78,6 +80,7 @@ DIRECTORIES = (
         incomplete=True,
     ),
 )
+"""Said only where no checkpoint lies below."""
 FILES = (
     Kind(("*.gguf",), "is a GGUF file, which can't be read; convert the model's Hugging Face directory"),
     Kind(("*.nemo",), "is a NeMo archive, which can't be read; export it to a Hugging Face directory with NeMo"),
@@ -123,7 +126,14 @@ def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool
     if path.name.startswith("mp_rank_") or (path / rank_files.MODEL_FILE).is_file():
         root = next((each for each in list(path.absolute().parents)[:2] if is_checkpoint(each)), path.absolute().parent)
         return UnknownFormat(f"{path}: is one rank of a Megatron checkpoint; give the directory of all ranks: {root}")
-    for kind in DIRECTORIES:
+    error = _of(DIRECTORIES, path)
+    if error is None and below:
+        error = _parent(path, list(islice(_below(path, is_checkpoint), _LISTED)))
+    return error or _of(REMAINS, path)
+
+
+def _of(kinds: tuple[Kind, ...], path: Path) -> CheckpointError | None:
+    for kind in kinds:
         found = next((found for pattern in kind.patterns for found in islice(path.glob(pattern), 1)), None)
         if found is None:
             continue
@@ -131,8 +141,8 @@ def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool
         if not kind.incomplete:
             return UnsupportedInput(what)
         if not (path / CONFIG_NAME).is_file():
-            return CorruptCheckpoint(what, code="missing-file")
-    return _parent(path, list(islice(_below(path, is_checkpoint), _LISTED))) if below else None
+            return UnknownFormat(what)
+    return None
 
 
 def _parent(path: Path, below: list[Path]) -> CheckpointError | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOADERS = ("core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf")
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
-SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral")
+SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
@@ -50,11 +50,12 @@ class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
     One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_SHIFTED = True gets tensors as their
-    source stores them (`engine/shifted.py`), others always canonical values; one with OPTIONS gets what was given by
-    `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may raise LayoutError
-    there, before the input's tensors are looked up, where a config.json describes the model (`engine/early_check.py`).
-    One with `uses(options)` names the
-    fields of SaveOptions that it reads; others are refused where they are given.
+    source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)` gets each
+    tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS gets
+    what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
+    raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
+    (`engine/early_check.py`).
+    One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 
     DESCRIPTION: str
@@ -112,8 +113,8 @@ def choose(place: Place, name: str | None) -> tuple[str, Loader]:
 
 
 def detect(place: Place) -> tuple[str, Loader]:
-    """The loader that recognises an input. Raises UnknownFormat, or for what `next_steps` knows UnsupportedInput or
-    CorruptCheckpoint, saying what it is and what to do."""
+    """The loader that recognises an input. Raises UnknownFormat, or what `next_steps` knows,
+    saying what it is and what to do."""
     for name, found in _in_order():
         if (isinstance(place, Path) or scheme_of(place) in schemes(found)) and _recognises(name, found, place):
             return name, found

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.model import ModelChunk, make_plan
+from megatron_lite.models.chunk import ModelChunk
+from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
@@ -61,17 +64,21 @@ class Engine:
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.step = 0
         """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
+        self._balances: list[Balance] = []
+        """Of the last step's microbatches and chunks."""
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
-        plan = make_plan(config, grid.layout, options, ranks)
+        plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
-                self.chunks.append(ModelChunk(plan, chunk))
-            infos = parameter_infos(config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
+                module = ModelChunk(plan, chunk)
+            self.chunks.append(module)
+            kinds = declared(module)
+            infos = parameter_infos(kinds, config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
             self.infos.append(list(infos))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
@@ -87,7 +94,7 @@ class Engine:
         grid = self.grid
         for module, infos in zip(self.chunks, self.infos, strict=True):
             buckets = ChunkBuckets(
-                module, infos, self.dtype, grid.device, grid.group("dp"),
+                module, infos, self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -115,6 +122,7 @@ class Engine:
         positions = self.grid.dp * sum(batch.tokens.numel() for batch in microbatches)
         scale = self.scaler.scale
         losses = _LossSum(self.grid.device, scale / positions)
+        self._balances.clear()
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
         completing = last_backward(actions)
 
@@ -138,6 +146,16 @@ class Engine:
             optimizer.step(lr, weight_decay)
         self.step += 1
         return StepReport(loss_sum / max(tokens, 1.0), tokens, norm, skipped, scale, tuple(summed))
+
+    def balancing_losses(self) -> dict[str, dict[int, float]]:
+        """Of the last step by name and layer, before coefficients: the mean over this rank's microbatches, its tokens' share."""
+        sums: dict[str, dict[int, float]] = {}
+        for balance in self._balances:
+            for (name, layer), value in balance.logged.items():
+                layers = sums.setdefault(name, {})
+                layers[layer] = layers.get(layer, 0.0) + float(value)
+        microbatches = len(self._balances) // max(len(self.chunks), 1)
+        return {name: {layer: value / microbatches for layer, value in layers.items()} for name, layers in sums.items()}
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
         """(sum of losses, tokens that count), over all data-parallel ranks; the same on every rank."""
@@ -177,7 +195,10 @@ class Engine:
         def forward(action: Action, x: Tensor | None) -> Tensor:
             chunk, batch = self.chunks[action.chunk], microbatches[action.microbatch]
             seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
-            y: Tensor = chunk(x, batch, seed)
+            balance = Balance(losses.share * batch.tokens.numel()) if torch.is_grad_enabled() else None
+            if balance is not None:
+                self._balances.append(balance)
+            y: Tensor = chunk(x, batch, seed, balance)
             return losses.add(chunk, y, batch) if chunk.is_last else y
 
         Executor(self.grid, forward, self._shape(microbatches[0]), self.dtype).run(actions, before_backward)

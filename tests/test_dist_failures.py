@@ -170,7 +170,7 @@ def rewrite(array: Path, **words: Any) -> None:
 
 def test_a_format_that_nobody_knows_is_named(checkpoint: Path) -> None:
     (checkpoint / "iter_0000010/metadata.json").write_text('{"sharded_backend": "tar"}')
-    assert_refused(run("fingerprint", checkpoint), 2, "metadata.json", "'tar'")
+    assert_refused(run("fingerprint", checkpoint), 3, "metadata.json", "'tar'")
     (checkpoint / "iter_0000010/metadata.json").write_text("[]")
     assert_refused(run("inspect", checkpoint), 3, "metadata.json", "sharded_backend")
 

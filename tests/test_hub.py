@@ -292,6 +292,6 @@ def test_a_repository_in_the_cache_stands_for_its_branch_main(online: Hub, tmp_p
     ],
 )
 def test_one_set_of_weights_is_downloaded(online: Hub, others: tuple[str, ...], skipped: bool) -> None:
-    online.commits[COMMITS["main"]] |= dict.fromkeys(others, b"{}")
+    online.commits[COMMITS["main"]] |= dict.fromkeys(others, b'{"of": "its own"}')
     assert megaconv("inspect", "org/name").status == 0
     assert [name in online.downloaded for name in others] == [not skipped] * len(others)

@@ -126,9 +126,9 @@ def test_damaged_and_empty_inputs_are_still_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 100)
     assert_refused(run("inspect", tmp_path / "x.safetensors"), 3, "x.safetensors")
     (tmp_path / "empty").mkdir()
-    assert_refused(run("inspect", tmp_path / "empty"), 2, "not a checkpoint of a known format")
+    assert_refused(run("inspect", tmp_path / "empty"), 3, "empty directory")
     (tmp_path / "notes.txt").write_text("notes")
-    assert run("inspect", tmp_path / "notes.txt").status == 2
+    assert run("inspect", tmp_path / "notes.txt").status == 3
 
 
 def test_inspect_of_a_mixture_counts_the_parameters_that_a_token_meets() -> None:

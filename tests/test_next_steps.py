@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaconv.next_steps import DIRECTORIES, FILES
+from megaconv.next_steps import DIRECTORIES, FILES, REMAINS
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run, unchanged
@@ -49,6 +49,12 @@ def below_two(path: Path) -> Path:
     return path
 
 
+def beside_logits(path: Path) -> Path:
+    shutil.copytree(CORE / "checkpoint", path / "checkpoint")
+    (path / "logits.safetensors").touch()
+    return path
+
+
 def one_rank(path: Path) -> Path:
     return next(shutil.copytree(CORE / "checkpoint", path).rglob("mp_rank_00_000"))
 
@@ -70,6 +76,7 @@ def rank_file(path: Path) -> Path:
         (one_rank, ["mp_rank_00_000: is one rank", "all ranks: "]),
         (rank_file, ["model_optim_rng.pt: is one file of a checkpoint", "give the directory"]),
         (below_two, ["`runs/first/` below is one"]),
+        (beside_logits, ["`checkpoint/` below is one"]),
         (two_runs, ["`a/`, `b/`"]),
         (touch("model.safetensors"), ["model.safetensors", "no config.json", "--config ORIGINAL"]),
         (touch("model-00001-of-00002.safetensors"), ["model.safetensors.index.json"]),
@@ -87,7 +94,7 @@ def test_what_is_no_checkpoint_gets_its_next_step(
 ) -> None:
     path = make(tmp_path / "input")
     for command in (
-        ["inspect", path],
+        ["fingerprint", path],
         ["convert", "--load-dir", path, "--saver", "core", "--save-dir", tmp_path / "out"],
     ):
         with unchanged(tmp_path):
@@ -119,15 +126,15 @@ def test_weights_without_a_configuration_are_read_as_their_message_says(tmp_path
     model = write_llama(tmp_path / "model")
     (tmp_path / "original").mkdir()
     (model / "config.json").rename(tmp_path / "original" / "config.json")
-    outcome = run("inspect", model)
+    outcome = run("fingerprint", model)
     assert_refused(outcome, 3, "no config.json", "--loader hf --config ORIGINAL")
     assert run("inspect", model, "--loader", "hf", "--config", tmp_path / "original").status == 0
 
 
 def test_what_can_not_be_read_has_a_code_of_its_own(tmp_path: Path) -> None:
     path = touch("adapter_config.json")(tmp_path / "input")
-    assert json.loads(run("inspect", path, "--json").out)["error"]["code"] == "unsupported-input"
+    assert json.loads(run("fingerprint", path, "--json").out)["error"]["code"] == "unsupported-input"
 
 
 def test_every_next_step_is_short() -> None:
-    assert all(len(kind.step) < 240 for kind in (*DIRECTORIES, *FILES))
+    assert all(len(kind.step) < 240 for kind in (*DIRECTORIES, *REMAINS, *FILES))

@@ -233,7 +233,7 @@ def test_options_are_checked_by_name_and_by_their_owner(llama: Path, tmp_path: P
         assert_refused(unknown, 2, "--option colour", "loader hf takes none; saver pebble takes alignment")
         assert_refused(run(*command, "--saver", "pebble", "--option", "alignment=0"), 2, "alignment=0")
         assert_refused(run(*command, "--saver", "pebble", "--option", "alignment"), 2, "key=value")
-        assert_refused(run(*command, "--saver", "core", "--option", "alignment=8"), 2, "saver core takes none")
+        assert_refused(run(*command, "--saver", "core", "--option", "alignment=8"), 2, "saver core takes")
         assert_refused(run("inspect", llama, "--option", "store=x"), 2, "loader hf takes none")
         assert_refused(run("diff", llama, llama, "--option", "store=x"), 2, "loader hf of A takes none")
 

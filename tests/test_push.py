@@ -182,7 +182,7 @@ def test_what_is_no_repository_is_refused(model: Path, name: str) -> None:
 
 def test_links_out_of_the_directory_and_directories_without_a_model_are_not_pushed(model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert run("push", tmp_path / "empty", NAME, "--dry-run").status == 2
+    assert run("push", tmp_path / "empty", NAME, "--dry-run").status == 3
     (model / "secret.txt").symlink_to("/etc/hostname")
     try:
         assert_refused(run("push", model, NAME, "--dry-run"), 6, "secret.txt", "/etc/hostname")

@@ -149,7 +149,7 @@ def test_options_that_say_what_there_is_anyway_are_no_error(model: Path, options
 
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:
     with unchanged(model.parent):
-        assert_refused(convert(model, saver="pickle"), 2, "no saver", "'pickle'", "core, legacy, dcp, deepspeed, hf")
+        assert_refused(convert(model, saver="pickle"), 2, "no saver", "'pickle'", "core, legacy, dcp, hf")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Compares two checkpoints tensor by tensor, whatever their formats and layouts: canonical name, shape, dtype, value."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,11 +16,11 @@ from megaconv import registry
 from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
 from megaconv.engine.record import SourceCheck, check_source
-from megaconv.engine.rounding import exact
+from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
 from megaconv.hub import resolve
 from megaconv.model.fields import config_differences
-from megaconv.model.ir import WEIGHT, Key, Source, shift_of
+from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
 from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions
 
@@ -36,13 +38,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Diff:
-    """same: by tensors alone; config lists (field, in A, in B) where the configurations differ."""
+    """same: by tensors alone; config lists (field, in A, in B) where the configurations differ.
+
+    differences: those beyond the tolerance, where one was given.
+    """
 
     tensors: int
     differences: tuple[Difference, ...]
     config: tuple[tuple[str, Any, Any], ...]
     slots: tuple[str, ...] = (WEIGHT,)
     """What was compared."""
+    within: int = 0
+    """Tensors whose values differ by no more than the tolerance."""
+
+    def kinds(self) -> dict[str, int]:
+        """How many differences there are of each kind of tensor and kind of difference: `layers.*.attn.q.weight, values`."""
+        return dict(Counter(f"{kind_of(item.key)}, {item.kind}" for item in self.differences).most_common())
 
     @property
     def same(self) -> bool:
@@ -53,6 +64,8 @@ class Diff:
             "same": self.same,
             "tensors": self.tensors,
             "slots": list(self.slots),
+            "within_tolerance": self.within,
+            "kinds": self.kinds(),
             "differences": [
                 {
                     "tensor": str(item.key),
@@ -64,6 +77,11 @@ class Diff:
             ],
             "config": [{"field": name, "a": left, "b": right} for name, left, right in self.config],
         }
+
+
+def kind_of(key: Key) -> str:
+    """A tensor's name without its numbers: `layers.*.attn.q.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", str(key))
 
 
 def _json_number(value: float | None) -> float | str | None:
@@ -97,9 +115,11 @@ def diff_sources(
     workers: int,
     advance: Callable[[int], None] = lambda count: None,
     checks: tuple[SourceCheck, SourceCheck] | None = None,
+    tolerance: float = 0.0,
 ) -> Diff:
     """Reads both completely. Slots other than weights are compared where both sides have them.
 
+    tolerance: values that differ by no more than this are equal.
     checks: what the sources' own records say. Raises CorruptCheckpoint where a tensor that was compared is not what its record says.
     """
     checks = checks or (SourceCheck(), SourceCheck())
@@ -113,7 +133,30 @@ def diff_sources(
         differences = tuple(item for item in found if item is not None)
     for check in checks:
         check.require_intact()
-    return Diff(len(keys), differences, tuple(config_differences(left.header.config, right.header.config)), slots)
+    beyond = tuple(item for item in differences if item.max_abs is None or item.max_abs > tolerance or not tolerance)
+    config = tuple(config_differences(left.header.config, right.header.config))
+    return Diff(len(keys), beyond, config, slots, len(differences) - len(beyond))
+
+
+def diff_metadata(left: Source, right: Source) -> Diff:
+    """Names, shapes and dtypes alone; reads no tensor."""
+    ours = {key: info for key, info in left.header.manifest.items() if key.slot == WEIGHT}
+    theirs = {key: info for key, info in right.header.manifest.items() if key.slot == WEIGHT}
+    found = [
+        item for key in (ours | theirs) if (item := _compare_infos(key, ours.get(key), theirs.get(key))) is not None
+    ]
+    config = tuple(config_differences(left.header.config, right.header.config))
+    return Diff(len(ours | theirs), tuple(found), config)
+
+
+def _compare_infos(key: Key, left: TensorInfo | None, right: TensorInfo | None) -> Difference | None:
+    if left is None or right is None:
+        only = left if right is None else right
+        assert only is not None
+        return Difference(key, "only in A" if right is None else "only in B", f"{list(only.shape)} {only.dtype}")
+    if left.shape != right.shape:
+        return Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}")
+    return Difference(key, "dtype", f"{left.dtype} / {right.dtype}") if left.dtype != right.dtype else None
 
 
 def _compare(
@@ -124,14 +167,11 @@ def _compare(
     checks: tuple[SourceCheck, SourceCheck],
 ) -> Difference | None:
     left, right = in_left.get(key), in_right.get(key)
-    if left is None or right is None:
-        only = left if right is None else right
-        assert only is not None
-        return Difference(key, "only in A" if right is None else "only in B", f"{list(only.shape)} {only.dtype}")
-    if tuple(left.shape) != tuple(right.shape):
-        return Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}")
-    if left.dtype != right.dtype:
-        return Difference(key, "dtype", f"{left.dtype} / {right.dtype}")
+    described = _compare_infos(
+        key, *(None if one is None else TensorInfo(tuple(one.shape), one.dtype) for one in (left, right))
+    )
+    if described is not None or left is None or right is None:
+        return described
     return _compare_values(key, left, right, advance, checks)
 
 
@@ -170,15 +210,6 @@ def _distance(
     a, b = (side.reshape(-1, ITEMSIZE[dtype]) for side in (left, right))
     differ = (a != b).any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        distance = np.abs(_numbers(a[differ], dtype) - _numbers(b[differ], dtype))
+        ours, theirs = (numbers(np.ascontiguousarray(side[differ]).reshape(-1), dtype) for side in (a, b))
+        distance = np.abs(ours - theirs)
     return int(differ.sum()), float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0))
-
-
-def _numbers(values: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str) -> "np.ndarray[Any, np.dtype[Any]]":
-    """Rows of bytes, an element each, as numbers to compute with; of dtypes that numpy has none for, as infinite ones."""
-    flat = np.ascontiguousarray(values).reshape(-1)
-    if dtype in ("bfloat16", "float16", "float32", "float64"):
-        return exact(flat, dtype).astype(np.float64)
-    if dtype.startswith("float8"):
-        return np.full(len(values), np.inf)
-    return flat.view(np.dtype(dtype)).astype(np.complex128 if dtype.startswith("complex") else np.float64)

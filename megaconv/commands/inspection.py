@@ -9,7 +9,7 @@ from typing import Any
 
 from formats import rank_files
 from formats.tensor import ITEMSIZE
-from megaconv.commands.survey import CODES, Survey, survey
+from megaconv.commands.survey import Survey, survey
 from megaconv.commands.units import readable as readable
 from megaconv.commands.units import share
 from megaconv.engine.conversion import open_source
@@ -227,7 +227,7 @@ def look(
     try:
         return inspect(path, options, loader, check_source=check_source)
     except CheckpointError as error:
-        place = resolve(str(path)) if loader is None and error.code in CODES else ""
+        place = "" if loader is not None or error.code == "no-such-input" else resolve(str(path))
         found = survey(place, error) if isinstance(place, Path) else None
         if found is None:
             raise

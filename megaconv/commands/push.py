@@ -28,7 +28,8 @@ from megaconv import registry
 from megaconv.commands.model_card import CARD, describe
 from megaconv.engine.conversion import ConvertOptions, convert, open_source
 from megaconv.engine.record import check_source, find_record
-from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnknownFormat, UnsafeContent, UsageError
+from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
@@ -136,12 +137,9 @@ def _kind(path: Path) -> str:
     """The loader of a finished model; `peft` for an adapter."""
     if not path.is_dir():
         raise UsageError(f"{path}: is not a directory; push takes a finished output")
-    try:
-        return registry.detect(path)[0]
-    except UnknownFormat:
-        if (path / _ADAPTER).is_file():
-            return "peft"
-        raise
+    if (path / _ADAPTER).is_file() and not (path / CONFIG_NAME).is_file():
+        return "peft"
+    return registry.detect(path)[0]
 
 
 def _push_files(path: Path, kind: str, repository: str, options: PushOptions, dry_run: bool) -> PushReport:

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats import rank_files
 from megaconv.commands.stored import (
     SUFFIXES,
     Contents,
@@ -17,9 +18,9 @@ from megaconv.commands.stored import (
     read_file,
 )
 from megaconv.commands.units import readable, share
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, UnsafeContent
 
-CODES = ("unknown-format", "unknown-family", "config-needed", "not-representable")
+CODES = ("unknown-format", "unknown-family", "unsupported-input", "config-needed", "not-representable")
 """Errors of an input that may be whole nonetheless: nobody here knows what model it is."""
 
 
@@ -78,39 +79,36 @@ class Survey:
 
 
 def survey(path: Path, error: CheckpointError) -> Survey | None:
-    """What can be known of an input that a loader refused with this error; None where there is nothing to look at.
+    """What can be known of an input that a loader refused with this error; None where that is nothing.
 
-    Raises CheckpointError for files that are damaged.
+    Raises UnsafeContent for files that ask for code to be run.
     """
-    if path.is_file():
-        return _of(path, read_file(path), {}, _file_reason(path)) if _may_hold_tensors(path) else None
-    if not path.is_dir():
+    if error.code not in CODES and not (error.code == "missing-file" and _lacks_its_description(path)):
         return None
-    adapter = adapter_facts(path)
-    contents = read_directory(path)
-    if contents is None:
+    try:
+        contents = _contents(path)
+        facts = {**(adapter_facts(path) or {}), **config_facts(path)} if path.is_dir() else {}
+    except UnsafeContent:
+        raise
+    except CheckpointError:  # what the loader said is the better message
         return None
-    if adapter is not None:
-        reason = "an adapter is not a model; its base is"
-        return _of(path, contents, adapter, reason, "an adapter (PEFT), ")
-    return _of(path, contents, config_facts(path), _reason(path, error))
-
-
-def _of(path: Path, contents: Contents, facts: Mapping[str, str], reason: str, kind: str = "") -> Survey:
+    if contents is None or not contents.tensors:
+        return None
+    kind = "an adapter (PEFT), " if "peft_type" in facts else ""
+    reason = str(error).removeprefix(f"{path}: ")
     return Survey(str(path), kind + contents.kind, contents.tensors, {**facts, **contents.facts}, reason)
 
 
-def _may_hold_tensors(path: Path) -> bool:
-    return path.suffix in SUFFIXES
+def _contents(path: Path) -> Contents | None:
+    if path.is_dir():
+        return read_directory(path)
+    return read_file(path) if path.suffix in SUFFIXES else None
 
 
-def _reason(path: Path, error: CheckpointError) -> str:
-    if error.code == "unknown-format":
-        return "nothing beside these tensors says what model they are of; a Hugging Face directory has a config.json"
-    return str(error).removeprefix(f"{path}: ")
-
-
-def _file_reason(path: Path) -> str:
-    if path.suffix == ".gguf":
-        return "GGUF isn't read; convert what it was made of"
-    return "a single file doesn't say what model it is of; give the directory that it belongs to, with its config.json or all its ranks"
+def _lacks_its_description(path: Path) -> bool:
+    """Whether what isn't there is no part of the weights, but what says what model they are."""
+    if path.is_file():
+        return True
+    files = [entry.name for entry in path.iterdir()]
+    described = {"config.json", rank_files.TRACKER}
+    return described.isdisjoint(files) and any(name.endswith(SUFFIXES) for name in files)

@@ -27,6 +27,7 @@ from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, recor
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.shifted import PlainSource
 from megaconv.engine.sidecars import code_left_out
+from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
@@ -198,10 +199,11 @@ def prepare(
     rounds = "out_norm" in options.save.allow_lossy
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
         source = PlainSource(source, exact=not rounds)
+    source = _stored(source, saver, options)
     place, check = resolve(str(load_dir)), SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None
-        altered = merged.changed if merged else ()
+        altered = (merged.changed if merged else frozenset()) | getattr(source, "changed", frozenset())
         check = check_source(place, written, source.header.manifest, other_shapes=overridden, altered=altered)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, _workers(options))
@@ -229,6 +231,19 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, MergedSou
     widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
     merged = merge(CastSource(source, cast, overflow) if cast and widens else source, options.adapters)
     return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
+
+
+def _stored(source: Source, saver: str, options: ConvertOptions) -> Source:
+    """As the output stores it, where its saver says how (`forms`)."""
+    found = registry.saver(saver)
+    forms = getattr(found, "forms", None)
+    if forms is None:
+        return source
+    if options.verify:
+        raise UsageError(f"--verify: an output of --saver {saver} can't be read back; leave it out")
+    takes = {key: value for key, value in options.all_extra().items() if key in registry.options_of(found)}
+    save = replace(options.save, extra=takes)
+    return StoredSource(source, forms(source.header, save), overflow="overflow" in options.save.allow_lossy)
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:

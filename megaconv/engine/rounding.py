@@ -7,6 +7,8 @@ What is not a number stays so: float16 keeps sign and upper bits as processors d
 plain code (what its vector code writes depends on the processor).
 """
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -74,6 +76,38 @@ def _widened(values: Bytes, dtype: str, overflow: bool) -> Floats:
 def exact(values: Bytes, dtype: str) -> NDArray[np.floating]:
     """Bytes of any of these dtypes as numbers that arithmetic can be done with."""
     return values.view(np.float64) if dtype == "float64" else _widened(values, dtype, overflow=True)
+
+
+def numbers(values: Bytes, dtype: str) -> NDArray[np.float64]:
+    """A vector of bytes of any dtype as float64, for differences; whole numbers beyond 2^53 are rounded."""
+    if dtype in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"):
+        return _eight_bits(dtype)[values]
+    if dtype.startswith("complex"):  # both parts one after the other
+        return values.view(np.float32 if dtype == "complex64" else np.float64).astype(np.float64)
+    if dtype in ("bfloat16", "float16", "float32", "float64"):
+        return exact(values, dtype).astype(np.float64)
+    return values.view(np.dtype(dtype)).astype(np.float64)
+
+
+@cache
+def _eight_bits(dtype: str) -> NDArray[np.float64]:
+    """Of all 256 bytes. Source: torch's float8 dtypes, and the OCP specification of eight-bit floats, 1.0."""
+    code = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        return np.where(code < 255, np.ldexp(1.0, code - 127), np.nan)
+    bits, no_zero_sign = (3 if "e4m3" in dtype else 2), dtype.endswith("fnuz")
+    bias = (7 if bits == 3 else 15) + no_zero_sign
+    exponent, mantissa = code >> bits & 0x7F >> bits, (code & (1 << bits) - 1) / (1 << bits)
+    values = np.where(exponent > 0, np.ldexp(1 + mantissa, exponent - bias), np.ldexp(mantissa, 1 - bias))
+    values *= np.where(code > 127, -1, 1)
+    if no_zero_sign:
+        values[0x80] = np.nan
+    elif bits == 3:
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        values[[0x7C, 0xFC]] = np.inf, -np.inf
+        values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return values
 
 
 def rounded(values: Floats, dtype: str, *, overflow: bool = True) -> Bytes:

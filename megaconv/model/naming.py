@@ -11,6 +11,7 @@ core      Megatron core with Transformer Engine's layers. `local`: with Megatron
 legacy    Megatron's models before core, their nested dictionaries flattened to names with dots.
 meta      Meta's own files and Mistral's. Llama 1 and 2 shard the embedding along another axis than the head; `rows` is
           Llama 3, where both are sharded by rows.
+gguf      llama.cpp's; spelled for all families at once, in families/parts/gguf_names.py.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 KEYS = (
     *("hf", "hf_stacked", "hf_stacked_transposed"),
     *("core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped", "core_rope_last"),
-    *("legacy", "meta", "meta_rows"),
+    *("legacy", "meta", "meta_rows", "gguf"),
 )
 """What a row may spell its tensors under. A new naming scheme is a new key here."""
 
@@ -58,19 +59,11 @@ CORE_ROPE_LAST = Naming("core", ("rope_last",))
 LEGACY = Naming("legacy")
 META = Naming("meta")
 META_ROWS = Naming("meta", ("rows",))
+GGUF = Naming("gguf")
 
 NAMINGS = (
-    *(
-        HF,
-        HF_STACKED,
-        HF_STACKED_TRANSPOSED,
-        CORE,
-        CORE_LOCAL,
-        CORE_GROUPED,
-        CORE_LEGACY_GROUPED,
-        CORE_LOCAL_LEGACY_GROUPED,
-    ),
-    CORE_ROPE_LAST,
+    *(HF, HF_STACKED, HF_STACKED_TRANSPOSED),
+    *(CORE, CORE_LOCAL, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL_LEGACY_GROUPED, CORE_ROPE_LAST),
     *(LEGACY, META, META_ROWS),
 )
 """All that are in use."""

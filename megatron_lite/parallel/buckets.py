@@ -1,12 +1,16 @@
 """Parameters and their fp32 gradients in flat buckets, reduced over the data-parallel ranks while the backward pass goes on.
 
-Buckets are filled in the reverse order of the model, which is about the order in which gradients appear. A gradient is
-added to the bucket as soon as autograd has it, and forgotten; in a chunk's last backward pass of a step the bucket's last
-one starts the reduction. With a distributed optimizer each rank gets the sum of its own part of every bucket only.
+Buckets are filled in the order in which a forward pass uses parameters, layer by layer; parameters of experts, which other ranks
+share, have buckets of their own. A gradient is added to its bucket as soon as autograd has it, and forgotten. In a chunk's last
+backward pass of a step a bucket is reduced when it has all of them and every bucket behind it has been: strictly from the last
+to the first on every rank, whether or not a gradient came, since ranks have to start the same collectives in the same order.
+With a distributed optimizer each rank gets the sum of its own part of every bucket only, and updated parameters are gathered
+from the first bucket on, since that is what the next forward pass begins with.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -100,28 +104,25 @@ class ChunkBuckets:
         infos: Sequence[ParameterInfo],
         dtype: torch.dtype,
         device: torch.device,
-        group: ProcessGroup | None,
+        groups: Callable[[str], ProcessGroup | None],
         *,
         bucket_elements: int,
         distributed: bool,
         overlap: bool,
     ) -> None:
-        """chunk: on the meta device, with parameters of these names and shapes."""
+        """chunk: on the meta device, with parameters of these names and shapes, in the order of a forward pass.
+
+        groups: by what a parameter is reduced over.
+        """
         self.overlap, self.is_last_pass = overlap, False
-        ranks = comm.size(group)
         self.buckets: list[Bucket] = []
+        """In the order of a forward pass."""
         self._of: dict[int, Bucket] = {}
         for members, used in _fill(list(infos), bucket_elements):
-            size = _up(used, ranks * ALIGNMENT)
-            part = size // ranks
-            index = group.rank() if distributed and group is not None else 0
-            own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
-            data = torch.zeros(size, dtype=dtype, device=device)
-            gradients = torch.zeros(size, dtype=torch.float32, device=device)
-            bucket = Bucket(members, data, gradients, own, group, distributed and group is not None)
+            bucket = _make(members, used, dtype, device, groups(members[0].info.reduced_over), distributed=distributed)
             self.buckets.append(bucket)
             for member in members:
-                view = data[member.start : member.end].view(member.info.native.shape)
+                view = bucket.data[member.start : member.end].view(member.info.native.shape)
                 parameter = nn.Parameter(view)
                 replace_parameter(chunk, member.info.name, parameter)
                 self._of[id(parameter)] = bucket
@@ -135,9 +136,17 @@ class ChunkBuckets:
             if self.is_last_pass:
                 bucket.missing -= 1
                 if not bucket.missing and self.overlap:
-                    bucket.launch()
+                    self._launch_complete()
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def _launch_complete(self) -> None:
+        """From the last bucket on, up to the first that still lacks a gradient."""
+        for bucket in reversed(self.buckets):
+            if bucket.missing:
+                return
+            if not bucket.launched:
+                bucket.launch()
 
     def wait_before(self, modules: Iterator[nn.Module]) -> None:
         """Have each of these modules, when it is called, wait for the parameters it uses."""
@@ -158,23 +167,49 @@ class ChunkBuckets:
 
     def finish(self) -> None:
         """Wait until all gradients are sums over the data-parallel ranks."""
-        for bucket in self.buckets:
+        for bucket in reversed(self.buckets):
             bucket.finish()
 
 
+def _make(
+    members: list[Member], used: int, dtype: torch.dtype, device: torch.device, group: comm.Group, *, distributed: bool
+) -> Bucket:
+    ranks = comm.size(group)
+    size = _up(used, ranks * ALIGNMENT)
+    part = size // ranks
+    index = group.rank() if distributed and group is not None else 0
+    own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
+    data = torch.zeros(size, dtype=dtype, device=device)
+    gradients = torch.zeros(size, dtype=torch.float32, device=device)
+    return Bucket(members, data, gradients, own, group, distributed and group is not None)
+
+
 def _fill(infos: list[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:
-    """(members, elements) of each bucket; a tied embedding has one of its own, sharded alike on both its ranks."""
-    members: list[Member] = []
-    used = 0
-    for info in reversed(infos):
-        if members and (used >= most or info.tied or members[-1].info.tied):
-            yield members, used
-            members, used = [], 0
-        count = torch.Size(info.native.shape).numel()
-        members.append(Member(info, used, used + count))
-        used = _up(used + count, ALIGNMENT)
-    if members:
-        yield members, used
+    """(members, elements) of each bucket, in the order of their first members.
+
+    A bucket takes whole units (a layer, the embedding, the head) until it has `most` elements. A tied embedding has one of its own,
+    sharded alike on both its ranks.
+    """
+    filling: dict[str, tuple[list[Member], int]] = {}
+    done: list[tuple[list[Member], int]] = []
+    for _, together in groupby(infos, key=_unit):
+        for info in together:
+            kind = f"tied {info.name}" if info.tied else info.reduced_over
+            members, used = filling.get(kind, ([], 0))
+            count = torch.Size(info.native.shape).numel()
+            members.append(Member(info, used, used + count))
+            filling[kind] = members, _up(used + count, ALIGNMENT)
+        full = [kind for kind, (_, used) in filling.items() if used >= most]
+        done += [filling.pop(kind) for kind in full]
+    done += filling.values()
+    order = {info.name: place for place, info in enumerate(infos)}
+    yield from sorted(done, key=lambda bucket: order[bucket[0][0].info.name])
+
+
+def _unit(info: ParameterInfo) -> str:
+    """What a forward pass waits for as one: a layer, or what stands outside of them."""
+    parts = info.name.split(".")
+    return ".".join(parts[:3]) if parts[1:2] == ["layers"] else ".".join(parts[:2])
 
 
 def _up(count: int, multiple: int) -> int:

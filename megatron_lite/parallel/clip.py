@@ -42,7 +42,11 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
     block = CPU_BLOCK if grid.device.type == "cpu" else GPU_BLOCK
     for item in ranges:
-        elsewhere = (item.info.replicated and grid.tp_rank) or (not distributed and grid.dp_rank) or item.info.is_copy
+        elsewhere = (
+            (item.info.replicated and grid.tp_rank)
+            or (not distributed and grid.rank_along(item.info.reduced_over))
+            or item.info.is_copy
+        )
         if not elsewhere:
             for start in range(0, len(item.gradient), block):
                 part = item.gradient[start : start + block]

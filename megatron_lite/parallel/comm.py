@@ -3,6 +3,7 @@
 All sums are in the dtype of the tensor. A failed collective raises and leaves its group unusable: nobody catches it here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def all_gather(whole: Tensor, part: Tensor, group: Group, *, later: bool = False
         return None
     work: Work | None = _all_gather(whole, part, group=group, async_op=later)
     return work
+
+
+def exchange(rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Runs of so many rows to each rank, one after the other, and theirs in the order of ranks."""
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=group)
+    return found
 
 
 def send(tensor: Tensor, rank: int, group: Group, tag: int) -> Work:

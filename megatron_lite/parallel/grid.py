@@ -83,10 +83,10 @@ class Grid:
     def pp_rank(self) -> int:
         return dense_mesh(self.layout, self.dp).place(self.rank)["pp"]
 
-    @property
-    def expert_place(self) -> dict[str, int]:
-        """etp, ep and edp rank."""
-        return expert_mesh(self.layout, self.dp).place(self.rank)
+    def rank_along(self, axis: str) -> int:
+        """Of this rank among those of its group."""
+        dense = dense_mesh(self.layout, self.dp)
+        return (dense if axis in dict(dense.axes) else expert_mesh(self.layout, self.dp)).place(self.rank)[axis]
 
     def chunks(self) -> list[Chunk]:
         """This rank's virtual stages."""

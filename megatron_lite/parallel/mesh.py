@@ -9,7 +9,6 @@ Megatron's order (megatron/core/parallel_state.py): tensor ranks are neighbours,
 from dataclasses import dataclass
 from itertools import product
 
-from megaconv.errors import LayoutError
 from megaconv.model.layout import Layout
 
 
@@ -54,11 +53,6 @@ def dense_mesh(layout: Layout, dp: int) -> Mesh:
 
 
 def expert_mesh(layout: Layout, dp: int) -> Mesh:
-    """Raises LayoutError where the ranks of a stage can't be shared out over experts."""
     here, parts = layout.tp * dp, layout.etp * layout.ep
-    if here % parts:
-        raise LayoutError(
-            f"expert parallelism: etp x ep = {layout.etp} x {layout.ep} = {parts} has to divide the tp x dp = "
-            f"{layout.tp} x {dp} = {here} ranks of a pipeline stage"
-        )
+    assert not here % parts, "sizes.py refuses what doesn't fit"
     return Mesh((("etp", layout.etp), ("ep", layout.ep), ("edp", here // parts), ("pp", layout.pp)))

@@ -1,6 +1,6 @@
 """What is to be known of each parameter beside its value: who else has it, whose share of its gradient this is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,7 @@ from megaconv.model.layout import Chunk
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, native_tensors
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,9 @@ class ParameterInfo:
     """Its virtual stage on this rank."""
     native: NativeTensor
     """Its name, shape, and the rectangles of canonical tensors that it is made of."""
-    replicated: bool
-    """Every tensor rank has a copy."""
+    kind: Kind
     partial: bool
-    """The gradient of such a copy is only this rank's share: the sum over the tensor ranks is the whole."""
+    """The gradient of a copy is only this rank's share: the sum over the tensor ranks is the whole."""
     tied: bool
     """An embedding of which the other end of the pipeline has a copy: its gradient is the sum of both."""
     is_copy: bool
@@ -33,30 +33,50 @@ class ParameterInfo:
         return self.native.name
 
     @property
+    def replicated(self) -> bool:
+        """Every tensor rank has a copy."""
+        return self.kind.copied
+
+    @property
+    def reduced_over(self) -> str:
+        """The grid's axis along which other ranks have the same parameter, and gradients from other sequences."""
+        return "edp" if self.kind is Kind.EXPERT else "dp"
+
+    @property
     def decays(self) -> bool:
         """Weight decay is for matrices, neither for norms nor for biases."""
         return len(self.native.shape) > 1
 
 
 def parameter_infos(
-    config: ModelConfig, grid: Grid, index: int, chunk: Chunk, vocab_rows: int, *, sequence: bool
+    kinds: Mapping[str, Kind],
+    config: ModelConfig,
+    grid: Grid,
+    index: int,
+    chunk: Chunk,
+    vocab_rows: int,
+    *,
+    sequence: bool,
 ) -> Iterator[ParameterInfo]:
-    """All parameters of a chunk, in the order of the family's table.
+    """All parameters of a chunk, in the order in which a forward pass uses them.
 
-    index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding included. sequence: with sequence parallelism.
+    kinds: as the chunk's modules declare them. index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding
+    included. sequence: with sequence parallelism.
     """
-    natives = native_tensors(family(config.family).rows, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows)
-    for native in natives:
-        if native.copy is not None and not native.copy.written:
-            continue
-        of_heads = native.name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-        is_embedding = native.name == "embedding.word_embeddings.weight"
+    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    table = family(config.family).rows
+    natives = native_tensors(table, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank)
+    named = {native.name: native for native in natives if native.copy is None or native.copy.written}
+    assert named.keys() == kinds.keys(), f"modules and table differ in {sorted(named.keys() ^ kinds.keys())}"
+    for name, kind in kinds.items():
+        native = named[name]
+        assert native.replicated == kind.copied, f"{name} is declared as {kind}"
         yield ParameterInfo(
             index,
             native,
-            replicated=native.replicated,
-            partial=native.replicated and grid.layout.tp > 1 and (sequence or of_heads),
-            tied=config.tie_embeddings and grid.layout.pp > 1 and (is_embedding or native.copy is not None),
+            kind,
+            partial=grid.layout.tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence)),
+            tied=config.tie_embeddings and grid.layout.pp > 1 and kind is Kind.VOCABULARY,
             is_copy=native.copy is not None,
         )
 

@@ -6,7 +6,7 @@ the all-reduce after the former becomes a reduce-scatter, and the latter gathers
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,10 @@ Made = Callable[[Tensor], Tensor]
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last axis."""
 
-    def __init__(self, width: int, epsilon: float, *, with_bias: bool) -> None:
+    def __init__(self, width: int, epsilon: float, *, with_bias: bool, kind: Kind = Kind.OF_TOKENS) -> None:
         super().__init__()
         self.epsilon = epsilon
+        self.kinds = dict.fromkeys(("weight", "bias"), kind)
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if with_bias else None
 
@@ -154,6 +156,10 @@ class _RMSNorm(torch.autograd.Function):
 class NormColumnLinear(nn.Module):
     """A norm and the column-sharded matrix behind it, named as Transformer Engine's fused layer."""
 
+    kinds: ClassVar = {
+        "layer_norm_weight": Kind.OF_TOKENS, "layer_norm_bias": Kind.OF_TOKENS, "weight": Kind.SHARDED, "bias": Kind.SHARDED,
+    }  # fmt: skip
+
     def __init__(
         self, width: int, out: int, epsilon: float, ranks: TensorGroup, *, norm_bias: bool, bias: bool, keep: "Keep"
     ) -> None:
@@ -172,8 +178,25 @@ class NormColumnLinear(nn.Module):
         return self.keep(norm, x, lambda normed: column_linear(normed, self.weight, self.bias, self.ranks))
 
 
+class ColumnLinear(nn.Module):
+    """A column-sharded matrix alone."""
+
+    kinds: ClassVar = {"weight": Kind.SHARDED}
+
+    def __init__(self, width: int, out: int, ranks: TensorGroup) -> None:
+        """out: this rank's rows."""
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(out, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(x, self.weight, None, self.ranks)
+
+
 class RowLinear(nn.Module):
     """A row-sharded matrix; its bias is added once, after the sum."""
+
+    kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.OF_TOKENS}
 
     def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool) -> None:
         """width: this rank's columns."""
@@ -192,6 +215,8 @@ Keep = Callable[[Made, Tensor, Made], Tensor]
 
 class VocabEmbedding(nn.Module):
     """A table sharded by rows over the ranks."""
+
+    kinds: ClassVar = {"weight": Kind.VOCABULARY}
 
     def __init__(self, rows: int, width: int, ranks: TensorGroup) -> None:
         """rows: of this rank."""

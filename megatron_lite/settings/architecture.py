@@ -76,9 +76,9 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         subject, _ = flags()[name]
         if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:
             continue
-        asked = getattr(getattr(settings, subject), name)
         if name == "vocab_size" and settings.data.tokenizer_type == "NullTokenizer":
-            asked += 1  # the end of a document
+            continue  # it is the tokenizer's, which adds one
+        asked = getattr(getattr(settings, subject), name)
         if asked != stated[name] and not (asked is False and stated[name] is None):
             raise UsageError(
                 f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {stated[name]}; leave the flag out"

@@ -15,6 +15,18 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Balancing:
+    """What keeps the experts of a mixture equally busy, by Megatron's names."""
+
+    losses: tuple[tuple[str, float], ...] = ()
+    """(`aux_loss` or `seq_aux_loss`, coefficient)."""
+    z_loss: float = 0.0
+    """Coefficient."""
+    router_dtype: str | None = None
+    """In which the router computes; None: that of its input."""
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How the forward and backward passes run."""
 
@@ -31,6 +43,7 @@ class ModelOptions:
     """torch.compile each layer."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
+    balance: Balancing = Balancing()
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234

@@ -98,8 +98,13 @@ def check_sizes(
             f"stages of {stages} layers don't make {config.layer_count} layers in pp x vpp = {pp} x {vpp} stages"
         )
     rank_sizes(config, layout)
-    if layout.ep > 1:
-        raise LayoutError(f"expert parallel size is {layout.ep}, but mixtures of experts can't be trained yet")
+    if layout.ep > 1 and not config.experts.count:
+        raise LayoutError(f"expert parallel size is {layout.ep}, but the model has no experts")
+    if world // pp % (layout.etp * layout.ep):
+        raise LayoutError(
+            f"expert parallelism: etp x ep = {layout.etp} x {layout.ep} = {layout.etp * layout.ep} has to divide the "
+            f"tp x dp = {world // pp} ranks of a pipeline stage"
+        )
     if options.sequence_parallel and sequence % tp:
         raise LayoutError(
             f"sequence parallelism shards {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"

@@ -8,6 +8,8 @@ from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import app, print_json
 from megaconv.terminal import show
 
+_LIMIT = 50
+
 
 @app.command(epilog="Example: megaconv diff Llama-2-7b ckpt && echo the same model")
 def diff(
@@ -16,6 +18,16 @@ def diff(
     config_too: Annotated[
         bool, typer.Option("--config-too", help="Let differences in the configurations count as well.")
     ] = False,
+    metadata: Annotated[
+        bool, typer.Option("--metadata", help="Compare names, shapes and dtypes alone; reads no weights.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show how far each layer of B has moved from A, for a finetuned model.")
+    ] = False,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0, help="Values that differ by no more than this are equal.")
+    ] = 0.0,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Tensors that are listed one by one; 0: all.")] = _LIMIT,
     loader: opt.Loader = None,
     loader_a: opt.LoaderA = None,
     loader_b: opt.LoaderB = None,
@@ -28,33 +40,52 @@ def diff(
 
     Optimizer state is compared where both have it.
     """
-    from megaconv.commands.comparison import diff_sources, open_both, source_checks
+    from megaconv.commands.comparison import diff_metadata, diff_sources, open_both, source_checks
+    from megaconv.commands.movement import movement
     from megaconv.commands.progress import Progress
     from megaconv.engine.plan import default_workers
+    from megaconv.errors import UsageError
     from megaconv.options import LoadOptions
 
-    load = LoadOptions(optimizer=optimizer, extra=opt.extra(option))
+    if metadata and (stats or tolerance):
+        raise UsageError("--metadata reads no weights, which --stats and --tolerance are about; leave one of them out")
+    load = LoadOptions(optimizer=optimizer and not metadata, metadata_only=metadata, extra=opt.extra(option))
     left, right = open_both(a, b, load, (loader_a or loader, loader_b or loader))
-    checks = source_checks(a, left, b, right) if check_source else None
-    with Progress("comparing", lambda: left.header.nbytes) as progress:
-        found = diff_sources(left, right, default_workers(writing=False), progress.advance, checks)
-    if as_json:
-        print_json(found.to_json())
+    if metadata:
+        found, moved = diff_metadata(left, right), None
     else:
-        _print_diff(found)
+        checks = source_checks(a, left, b, right) if check_source else None
+        workers = default_workers(writing=False)
+        with Progress("comparing", lambda: left.header.nbytes) as progress:
+            found = diff_sources(left, right, workers, progress.advance, checks, tolerance)
+            moved = movement(left, right, workers) if stats else None
+    if as_json:
+        print_json(found.to_json() | ({} if moved is None else {"movement": moved.to_json()}))
+    else:
+        _print_diff(found, limit)
+        for line in () if moved is None else moved.lines():
+            show(line)
     if not found.same or (config_too and found.config):
         raise typer.Exit(4)
 
 
-def _print_diff(found: Any) -> None:
+def _print_diff(found: Any, limit: int) -> None:
+    within = f", {found.within} of them within the tolerance" if found.within else ""
     if found.same:
         slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
-        show(f"the same: {found.tensors} tensors are equal{slots}")
+        show(f"the same: {found.tensors} tensors are equal{slots}{within}")
     else:
-        show(f"different: {len(found.differences)} of {found.tensors} tensors")
-        width = max(len(str(item.key)) for item in found.differences)
-        for item in found.differences:
-            largest = f", largest difference {item.max_abs:.3g}" if item.max_abs is not None else ""
-            show(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
+        show(f"different: {len(found.differences)} of {found.tensors} tensors{within}")
     for name, left, right in found.config:
         show(f"  configuration: {name} is {left!r} in A, {right!r} in B")
+    kinds = found.kinds()
+    if len(kinds) < len(found.differences):
+        for kind, count in kinds.items():
+            show(f"  {count} of {kind}")
+    listed = found.differences[: limit or None]
+    width = max((len(str(item.key)) for item in listed), default=0)
+    for item in listed:
+        largest = f", largest difference {item.max_abs:.3g}" if item.max_abs is not None else ""
+        show(f"  {item.key!s:<{width}}  {item.kind:<9}  {item.detail}{largest}")
+    if len(listed) < len(found.differences):
+        show(f"  and {len(found.differences) - len(listed)} more (--limit 0 lists all)")

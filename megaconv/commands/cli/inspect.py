@@ -1,6 +1,7 @@
 """`megaconv inspect`."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -46,6 +47,10 @@ def inspect(
         bool,
         typer.Option("--megatron-args", help="The flags with which Megatron-LM starts from it, one a line, quoted."),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a report for a browser; with --stats it has plots."),
+    ] = None,
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
@@ -65,7 +70,7 @@ def inspect(
     options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
     found: Any = look(path, options, loader, check_source=check_source)
     shown = views(
-        Subject(path, found, options), Asked(tree, tensors, layout, stats, megatron_args), blocks=_has_blocks()
+        Subject(path, found, options), Asked(tree, tensors, layout, stats, megatron_args, html), blocks=_has_blocks()
     )
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())

@@ -10,7 +10,8 @@ from formats.tensor import LazyTensor
 from megaconv.commands.inspection import Inspection
 from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
-from megaconv.commands.views import layout, megatron_args, stats, tensors, tree
+from megaconv.commands.units import readable
+from megaconv.commands.views import layout, megatron_args, report, stats, tensors, tree
 from megaconv.engine.conversion import open_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.shifted import plain
@@ -32,6 +33,8 @@ class Asked:
     layout: bool = False
     stats: bool = False
     megatron_args: bool = False
+    html: Path | None = None
+    """File of the report; with `stats` it shows them too."""
 
 
 class View(NamedTuple):
@@ -73,8 +76,9 @@ def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
         (asked.layout, lambda: _layout(subject, blocks)),
-        (asked.stats, lambda: _stats(subject, blocks)),
+        (asked.stats and asked.html is None, lambda: _stats(subject, blocks)),
         (asked.megatron_args, lambda: _megatron_args(subject)),
+        (asked.html is not None, lambda: _html(subject, asked)),
     ]
     return [make() for wanted, make in makers if wanted]
 
@@ -128,3 +132,10 @@ def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
 def _megatron_args(subject: Subject) -> View:
     found, notes = megatron_args.megatron_args(subject.known("megatron-args").header, subject.root())
     return View("megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes)
+
+
+def _html(subject: Subject, asked: Asked) -> View:
+    assert asked.html is not None
+    page = report.report(subject.found, statistics_of(subject) if asked.stats else {})
+    asked.html.write_text(page, encoding="utf-8")
+    return View("html", str(asked.html), [f"{asked.html}: {readable(len(page.encode()))}"])

@@ -20,7 +20,7 @@ from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
 from formats.tensor import LazyTensor
 from megaconv.engine.weight_files import read_file
-from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch, UsageError
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput, UsageError
 from megaconv.model.check import listing
 
 CONFIG = "adapter_config.json"
@@ -124,7 +124,7 @@ def open_adapter(directory: Path) -> Adapter:
 
 
 def read_config(path: Path) -> AdapterConfig:
-    """Raises CorruptCheckpoint for values of a wrong kind, NotExpressible for what can't be merged, naming it."""
+    """Raises CorruptCheckpoint for values of a wrong kind, UnsupportedInput for what can't be merged, naming it."""
     raw = read_json(path, CONFIG_BYTES)
     if not isinstance(raw, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(raw).__name__}")
@@ -148,16 +148,16 @@ def read_config(path: Path) -> AdapterConfig:
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise NotExpressible(f"{where}: an adapter of peft_type {kind!r}; only LORA can be merged into weights here")
+        raise UnsupportedInput(f"{where}: an adapter of peft_type {kind!r}; only LORA can be merged into weights here")
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
-        raise NotExpressible(
+        raise UnsupportedInput(
             f"{where}: init_lora_weights {start!r} changed the base's weights before training, and the adapter doesn't hold "
             "what they became; save it converted to plain LoRA (peft: path_initial_model_for_weight_conversion)"
         )
     switched_on = [key for key, value in raw.items() if value and key not in _READ | _HARMLESS]
     if switched_on:
-        raise NotExpressible(f"{where}: {listing(switched_on)}: not supported; only plain LoRA, rsLoRA and DoRA are")
+        raise UnsupportedInput(f"{where}: {listing(switched_on)}: not supported; only plain LoRA, rsLoRA and DoRA are")
 
 
 def _number(value: Any) -> float:
@@ -195,7 +195,7 @@ def _sorted_out(
             parts.setdefault(module, {})[_PARTS[end]] = tensor
             embeddings |= {module} if "embedding" in end else set()
         elif "lora_" in rest:
-            raise NotExpressible(f"{where}: {name} is a kind of adapter tensor that is not supported")
+            raise UnsupportedInput(f"{where}: {name} is a kind of adapter tensor that is not supported")
         else:
             replaced[rest.replace(".base_layer.", ".")] = tensor
     for module, held in parts.items():

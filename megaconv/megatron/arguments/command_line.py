@@ -18,6 +18,7 @@ _VALUES = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim
     experimental_attention_variant linear_attention_freq linear_num_key_heads linear_key_head_dim linear_num_value_heads
     linear_value_head_dim linear_conv_kernel_dim dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+    mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim hybrid_override_pattern hybrid_layer_pattern
     encoder_num_layers decoder_num_layers decoder_seq_length relative_attention_num_buckets relative_attention_max_distance
     tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage expert_model_parallel_size
     expert_tensor_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
@@ -32,7 +33,7 @@ _SWITCHES = """
     openai_gelu apply_residual_connection_post_layernorm moe_grouped_gemm moe_router_pre_softmax
     moe_router_enable_expert_bias moe_apply_probs_on_input moe_shared_expert_gate rotary_interleaved use_rope_scaling multi_latent_attention
     untie_embeddings_and_output_weights account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    fp16 bf16 use_legacy_models no_load_optim no_load_rng
+    is_hybrid_model fp16 bf16 use_legacy_models no_load_optim no_load_rng
 """
 VALUES, SWITCHES = tuple(_VALUES.split()), tuple(_SWITCHES.split())
 """Arguments whose flag has their name: with a value; alone, where they are true."""
@@ -62,7 +63,7 @@ _USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings
 
 class CommandLine(NamedTuple):
     flags: tuple[tuple[str, ...], ...]
-    """Each a flag, or a flag and its value."""
+    """Each a flag, alone or with its value; --spec has two."""
     unsettable: Mapping[str, Any]
     """Arguments that no flag sets, with the values that the model needs."""
 
@@ -96,7 +97,7 @@ def command_line(arguments: Mapping[str, Any]) -> CommandLine:
         if not _fits(name, value):
             unsettable[name] = value
             continue
-        flags.append((flag_of(name), _text(name, value)))
+        flags.append((flag_of(name), *(value if name == "spec" and isinstance(value, list) else [_text(name, value)])))
     flags += [(flag_of(name),) for name in SWITCHES if given.get(name)]
     flags += [(flag,) for name, flag in OFF.items() if given.get(name) is False]
     return CommandLine(tuple(flags), unsettable)
@@ -138,6 +139,4 @@ def _text(name: str, value: object) -> str:
         return ",".join(map(str, value))
     if name in _WHOLE:
         return str(int(float(str(value))))
-    if isinstance(value, list) and name != "spec":
-        return "[" + ",".join(map(str, value)) + "]"
-    return " ".join(value) if isinstance(value, list) else str(value)
+    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)

@@ -17,7 +17,7 @@ from formats.errors import CheckpointError
 from formats.regular_files import parse_json
 from megaconv.engine.sidecars import find_sidecars, read_sidecar
 
-_PATHS = ("tokenizer_model", "tokenizer_name_or_path", "vocab_file")
+_PATHS = ("tokenizer_model", "vocab_file")
 """In the order in which they are tried."""
 _OF_DIRECTORY = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",

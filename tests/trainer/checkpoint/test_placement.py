@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaconv.model.fields import changed, from_fields
@@ -64,6 +64,7 @@ def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
     assert found["decoder.layers.0.input_layernorm.weight"].key.endswith("linear_qkv.layer_norm_weight")
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(st.data())
 def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.DataObject) -> None:
     layout = Layout(2, 1, stage_layers=(4,))

@@ -13,16 +13,19 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
-from megatron_lite.models.model import TRAINED, ModelChunk, make_plan
+from megatron_lite.models.chunk import ModelChunk
+from megatron_lite.models.plan import TRAINED, make_plan
 from megatron_lite.models.rotary import Rotary
 from megatron_lite.parallel.grid import Grid, make_grid
+from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
 
-DENSE = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+COMPARED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16}
 FEATURES = {
     "gpt2": MODELS["gpt2"],
     "llama": MODELS["llama"],
@@ -32,6 +35,18 @@ FEATURES = {
         replace(MODELS["qwen3"], family="qwen2"), {"attention.qk_norm": False, "attention.qkv_bias": True}
     ),
     "qwen3": MODELS["qwen3"],
+    "mixtral": changed(replace(MODELS["qwen3"], family="mixtral"), {"attention.qk_norm": False, **EXPERTS}),
+    "qwen2_moe": changed(
+        replace(MODELS["qwen3"], family="qwen2_moe"),
+        {
+            "attention.qk_norm": False,
+            "attention.qkv_bias": True,
+            "experts.shared_ffn": 24,
+            "experts.shared_gate": True,
+            **EXPERTS,
+        },
+    ),
+    "qwen3_moe": changed(replace(MODELS["qwen3"], family="qwen3_moe"), EXPERTS),
 }
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
@@ -43,7 +58,7 @@ def config_of(family: str, *, tied: bool) -> ModelConfig:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", COMPARED)
 def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool) -> None:
     config = config_of(family, tied=tied)
     for tp, pp, vpp in LAYOUTS:
@@ -51,20 +66,22 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
         options = ModelOptions(vocab_divisor=8)
         for chunk in layout.chunks():
             for tp_rank in range(tp):
-                plan = make_plan(config, layout, options, TensorGroup(None, tp_rank, tp))
-                with torch.device("meta"):
-                    found = {name: tuple(p.shape) for name, p in ModelChunk(plan, chunk).named_parameters()}
-                padded = padded_vocab(config.vocab, 8, tp)
-                natives = native_tensors(families()[family].rows, config, CORE, layout, tp_rank, chunk, padded)
-                expected = {n.name: n.shape for n in natives if n.copy is None or n.copy.written}
-                assert found == expected
+                for ep in (1, 2) if config.experts.count else (1,):
+                    shared_out = replace(layout, ep=ep)
+                    plan = make_plan(config, shared_out, options, TensorGroup(None, tp_rank, tp, True))
+                    with torch.device("meta"):
+                        found = {name: tuple(p.shape) for name, p in ModelChunk(plan, chunk).named_parameters()}
+                    padded = padded_vocab(config.vocab, 8, tp)
+                    natives = native_tensors(families()[family].rows, config, CORE, shared_out, tp_rank, chunk, padded)
+                    expected = {n.name: n.shape for n in natives if n.copy is None or n.copy.written}
+                    assert found == expected
 
 
 def test_every_family_that_can_be_trained_is_compared() -> None:
-    assert set(TRAINED) == set(DENSE) <= set(families())
+    assert set(TRAINED) == set(COMPARED) <= set(families())
 
 
-@pytest.mark.parametrize("family", sorted(set(families()) - set(DENSE)))
+@pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED)))
 def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> None:
     model = replace(MODELS["qwen3"], family=family)
     with pytest.raises(NotExpressible, match=f"a {family} can't be trained yet"):
@@ -102,7 +119,9 @@ def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
     grid = Grid(layout, 1, 1, torch.device("cpu"))
     (chunk,) = layout.chunks()
     for sequence in (False, True):
-        infos = list(parameter_infos(config, grid, 0, chunk, 256, sequence=sequence))
+        ranks = TensorGroup(None, 1, 2, sequence)
+        module = ModelChunk(make_plan(config, layout, ModelOptions(), ranks), chunk)
+        infos = list(parameter_infos(declared(module), config, grid, 0, chunk, 256, sequence=sequence))
         partial = {
             info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name
         }
@@ -143,10 +162,28 @@ def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
         make_grid(Layout(2, 1, 1, stage_layers=(4,)), 1, torch.device("cpu"))
 
 
-def test_mixtures_and_unknown_rope_scaling_are_refused() -> None:
-    mixture = changed(MODELS["qwen3"], {"experts.count": 4, "experts.per_token": 2, "experts.ffn": 16})
-    with pytest.raises(NotExpressible, match="4 experts"):
-        make_plan(mixture, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(2, 1, 1, stage_layers=(4,)), "at tp = 2 needs --sequence-parallel"),
+        (Layout(1, 1, 1, 1, 2, stage_layers=(4,)), "expert tensor parallel size is 2"),
+        (Layout(1, 1, 1, 3, stage_layers=(4,)), "experts = 4"),
+    ],
+)
+def test_layouts_that_experts_can_not_have_are_refused(layout: Layout, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        make_plan(FEATURES["mixtral"], layout, ModelOptions(), TensorGroup(None, 0, layout.tp))
+
+
+def test_expert_parallel_sizes_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
+    layout = Layout(1, 1, 1, 4, stage_layers=(4,))
+    with pytest.raises(LayoutError, match="etp x ep = 1 x 4 = 4 has to divide the tp x dp = 6 ranks"):
+        check_sizes(FEATURES["mixtral"], layout, 6, ModelOptions(), 16, 1)
+    with pytest.raises(LayoutError, match="the model has no experts"):
+        check_sizes(MODELS["qwen3"], layout, 4, ModelOptions(), 16, 1)
+
+
+def test_unknown_rope_scaling_is_refused() -> None:
     dynamic = changed(MODELS["qwen3"], {"positions.scaling": {"rope_type": "dynamic", "factor": 4.0}})
     with pytest.raises(NotExpressible, match="'dynamic' can't be trained with"):
         Rotary(dynamic, torch.device("cpu"), torch.float32)

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from megaconv.errors import LayoutError
 from megaconv.model.layout import Layout
 from megatron_lite.parallel.mesh import Mesh, dense_mesh, expert_mesh
 
@@ -30,11 +29,6 @@ def test_eight_ranks_word_for_word() -> None:
     assert dense.groups("tp", "dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert expert.groups("ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert expert.groups("edp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-
-
-def test_experts_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
-    with pytest.raises(LayoutError, match="etp x ep = 2 x 4 = 8 has to divide the tp x dp = 2 x 2 = 4 ranks"):
-        expert_mesh(Layout(tp=2, ep=4, etp=2), 2)
 
 
 @pytest.mark.oracle

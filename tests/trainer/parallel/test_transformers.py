@@ -15,7 +15,7 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.model import TRAINED
+from megatron_lite.models.plan import TRAINED
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import check_sizes

@@ -1,0 +1,105 @@
+"""GGUF, version 3, as llama.cpp reads it: one file of typed metadata, a table of tensors, and their data. Writing only.
+
+    GGUF, u32 3, u64 tensors, u64 values
+    values        string key, u32 type, the value; strings are u64 bytes and UTF-8; an array is u32 type, u64 count, elements
+    tensors       string name, u32 axes, u64 sizes innermost first, u32 type, u64 offset from where the data begins
+    data          begins at, and every tensor in it is padded to, a multiple of 32
+
+Little endian. Q8_0 stores 32 numbers of a row in 34 bytes: a float16 and 32 signed bytes, each the number divided by it.
+Source: ggml's gguf.md.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from formats.output import Record
+from formats.tensor import Shape
+
+ALIGNMENT = 32
+BLOCK, BLOCK_BYTES = 32, 34
+"""Of Q8_0: numbers in a block, and its bytes."""
+
+
+class Kind(NamedTuple):
+    """How a tensor's numbers are stored."""
+
+    number: int
+    """In the table of tensors."""
+    file_type: int
+    """What general.file_type calls a file most of whose numbers are stored so."""
+
+
+KINDS = {"float32": Kind(0, 0), "float16": Kind(1, 1), "q8_0": Kind(8, 7), "bfloat16": Kind(30, 32)}
+_TYPES = {"u32": (4, "<I"), "i32": (5, "<i"), "f32": (6, "<f"), "bool": (7, "<?")}
+_STRING, _ARRAY = 8, 9
+
+
+class Value(NamedTuple):
+    """A value of the metadata: `u32`, `i32`, `f32`, `bool` or `string`; with a list, an array of these."""
+
+    type: str
+    value: Any
+
+
+def stored_bytes(shape: Shape, kind: str) -> int:
+    """Of a tensor's data. Q8_0 needs rows of whole blocks."""
+    if kind == "q8_0":
+        return prod(shape) // BLOCK * BLOCK_BYTES
+    return prod(shape) * {"float32": 4}.get(kind, 2)
+
+
+class GgufLayout:
+    """One file, laid out; tensors lie in the order given."""
+
+    needs_checksums = False
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        tensors: Mapping[str, tuple[Shape, str]],
+        constants: Mapping[str, bytes],
+    ) -> None:
+        """tensors: name -> (shape, kind). constants: the content of those that no stream brings."""
+        head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(values))]
+        head += [_string(key) + _value(value) for key, value in values.items()]
+        offset, spans = 0, {}
+        for name, (shape, kind) in tensors.items():
+            sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
+            head.append(
+                _string(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", KINDS[kind].number, offset)
+            )
+            spans[name] = (offset, stored_bytes(shape, kind))
+            offset += -(-spans[name][1] // ALIGNMENT) * ALIGNMENT
+        start = -(-sum(map(len, head)) // ALIGNMENT) * ALIGNMENT
+        self._head = b"".join(head).ljust(start, b"\0")
+        self._constants = {start + spans[name][0]: content for name, content in constants.items()}
+        self.size = start + offset
+        self.records = {
+            name: Record(start + begin, size) for name, (begin, size) in spans.items() if name not in constants
+        }
+
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield 0, self._head
+        yield from self._constants.items()
+
+
+def _string(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+def _value(value: Value) -> bytes:
+    if isinstance(value.value, Sequence) and not isinstance(value.value, str):
+        elements = b"".join(_plain(value.type, element) for element in value.value)
+        return struct.pack("<IIQ", _ARRAY, _number(value.type), len(value.value)) + elements
+    return struct.pack("<I", _number(value.type)) + _plain(value.type, value.value)
+
+
+def _number(kind: str) -> int:
+    return _STRING if kind == "string" else _TYPES[kind][0]
+
+
+def _plain(kind: str, value: Any) -> bytes:
+    return _string(value) if kind == "string" else struct.pack(_TYPES[kind][1], value)

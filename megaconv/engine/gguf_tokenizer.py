@@ -1,0 +1,162 @@
+"""A tokenizer as GGUF holds it: SentencePiece's tokenizer.model, or the byte-level BPE of a tokenizer.json.
+
+tokenizer.model is a protobuf message: field 1, repeated, is a piece: 1 text, 2 score (a float), 3 type, of the numbers that GGUF uses.
+Source: sentencepiece_model.proto.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.ceilings import CONFIG_BYTES, SIDECAR_BYTES
+from formats.gguf import Value
+from formats.regular_files import read_json, read_small
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from megaconv.model.check import well_formed
+from megaconv.model.config import ModelConfig
+
+_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PRE = {(_LLAMA3,): "llama-bpe", (_LLAMA3.replace("{1,3}", ""),): "qwen2", (): "gpt-2"}
+"""Regular expressions that a tokenizer splits text by -> llama.cpp's name for it."""
+_PREFIX = "tokenizer.ggml."
+
+
+def tokenizer_values(files: Mapping[str, Path], config: ModelConfig, extra: Mapping[str, str]) -> dict[str, Value]:
+    """Metadata. Raises UsageError where there is no tokenizer, NotExpressible for one that llama.cpp isn't known to have."""
+    if extra.get("tokenizer") == "none":
+        return {_PREFIX + "model": Value("string", "none")}
+    settings = read_json(files["tokenizer_config.json"], CONFIG_BYTES) if "tokenizer_config.json" in files else {}
+    if "tokenizer.model" in files:
+        path = files["tokenizer.model"]
+        with well_formed(str(path)):
+            found = _sentencepiece(read_small(path, SIDECAR_BYTES), config)
+        named: Mapping[str, int] = {}
+    elif "tokenizer.json" in files:
+        path = files["tokenizer.json"]
+        with well_formed(str(path)):
+            found, named = _byte_level(read_json(path, SIDECAR_BYTES), config, extra, str(path))
+    else:
+        raise UsageError(
+            "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
+            "--option tokenizer=none leaves the tokenizer out"
+        )
+    with well_formed("tokenizer_config.json"):
+        found |= _ids(settings, named, config)
+        found |= {
+            f"add_{word}_token": Value("bool", settings[f"add_{word}_token"])
+            for word in ("bos", "eos")
+            if isinstance(settings.get(f"add_{word}_token"), bool)
+        }
+        if config.family == "gemma":
+            found["add_space_prefix"] = Value("bool", False)
+    template = settings.get("chat_template")
+    if "chat_template.jinja" in files:
+        template = read_small(files["chat_template.jinja"], SIDECAR_BYTES).decode(errors="replace")
+    chat = {"tokenizer.chat_template": Value("string", template)} if isinstance(template, str) else {}
+    return {_PREFIX + name: value for name, value in found.items()} | chat
+
+
+def _ids(settings: Mapping[str, Any], named: Mapping[str, int], config: ModelConfig) -> dict[str, Value]:
+    eos = config.eos_token_id if isinstance(config.eos_token_id, int) else (config.eos_token_id or (None,))[0]
+    found: dict[str, Value] = {}
+    for word, name, otherwise in (
+        ("bos", "bos", config.bos_token_id), ("eos", "eos", eos), ("pad", "padding", config.pad_token_id)
+    ):  # fmt: skip
+        given = settings.get(f"{word}_token")
+        text = given.get("content") if isinstance(given, dict) else given
+        number = named.get(text, otherwise) if isinstance(text, str) else otherwise
+        if number is not None:
+            found[f"{name}_token_id"] = Value("u32", number)
+    return found
+
+
+def _sentencepiece(content: bytes, config: ModelConfig) -> dict[str, Value]:
+    pieces = [_piece(value) for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
+    _require_room(len(pieces), config)
+    pieces += [(f"[PAD{index}]", -1000.0, _UNUSED) for index in range(len(pieces), config.vocab)]
+    tokens, scores, types = (list(column) for column in zip(*pieces, strict=True))
+    return {
+        "model": Value("string", "llama"), "pre": Value("string", "default"), "tokens": Value("string", tokens),
+        "scores": Value("f32", scores), "token_type": Value("i32", types),
+    }  # fmt: skip
+
+
+def _piece(content: bytes) -> tuple[str, float, int]:
+    fields = dict(_fields(content))
+    text, score = fields.get(1, b""), fields.get(2, bytes(4))
+    assert isinstance(text, bytes)
+    assert isinstance(score, bytes)
+    kind = fields.get(3, _NORMAL)
+    return text.decode(), struct.unpack("<f", score)[0], int(kind) if isinstance(kind, int) else _NORMAL
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of a protobuf message. Raises ValueError or IndexError for what is none."""
+    at = 0
+    while at < len(content):
+        tag, at = _varint(content, at)
+        wire = tag & 7
+        if wire == 0:
+            value, at = _varint(content, at)
+            yield tag >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        if wire == 2:
+            size, at = _varint(content, at)
+        if size is None or at + size > len(content):
+            raise ValueError("not a protobuf message")
+        yield tag >> 3, content[at : at + size]
+        at += size
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = content[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128 or shift > 63:
+            return value, at
+
+
+def _byte_level(
+    raw: Mapping[str, Any], config: ModelConfig, extra: Mapping[str, str], where: str
+) -> tuple[dict[str, Value], dict[str, int]]:
+    model = raw["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise NotExpressible(
+            f"{where}: a tokenizer of the kind {model['type']} that is not byte-level BPE; there is no tokenizer.model"
+        )
+    ids = {**model["vocab"], **{token["content"]: token["id"] for token in raw.get("added_tokens") or ()}}
+    _require_room(max(ids.values()) + 1, config)
+    tokens, types = [f"[PAD{index}]" for index in range(config.vocab)], [_UNUSED] * config.vocab
+    for text, number in ids.items():
+        tokens[number], types[number] = text, _NORMAL
+    for token in raw.get("added_tokens") or ():
+        types[token["id"]] = _CONTROL if token.get("special") else _USER
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    pre = extra.get("tokenizer_pre") or _pre(raw.get("pre_tokenizer"), where)
+    found = {
+        "model": Value("string", "gpt2"), "pre": Value("string", pre), "tokens": Value("string", tokens),
+        "token_type": Value("i32", types), "merges": Value("string", merges),
+    }  # fmt: skip
+    return found, ids
+
+
+def _pre(raw: Any, where: str) -> str:
+    steps = raw.get("pretokenizers", [raw]) if isinstance(raw, dict) else []
+    patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split")
+    if patterns not in _PRE or not any(step.get("type") == "ByteLevel" for step in steps):
+        raise NotExpressible(
+            f"{where}: splits text in a way that has no known name in llama.cpp; give it with --option tokenizer_pre=NAME "
+            f"(known: {', '.join(_PRE.values())}): {json.dumps(patterns)[:200]}"
+        )
+    return _PRE[patterns]
+
+
+def _require_room(tokens: int, config: ModelConfig) -> None:
+    if tokens > config.vocab:
+        raise CorruptCheckpoint(f"the tokenizer has {tokens:,} tokens, the embedding {config.vocab:,} rows")

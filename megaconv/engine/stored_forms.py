@@ -1,0 +1,123 @@
+"""Tensors as an output stores them that holds other values than the canonical ones: GGUF's norms in float32, matrices in Q8_0.
+
+What passes the stream then, and what is hashed, is what is stored. Q8_0 (ggml's quantize_row_q8_0_ref): blocks of 32 numbers x of a row,
+
+    d = max |x| / 127 in float32;  q = x * (1 / d), halves away from zero;  stored as float16(d), then 32 signed bytes
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from formats.gguf import BLOCK, BLOCK_BYTES
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from megaconv.engine import rounding
+from megaconv.engine.cast import CastTensor
+from megaconv.model.ir import Header, Key, Source, TensorInfo
+
+
+class Form(NamedTuple):
+    """How one tensor is stored."""
+
+    kind: str
+    """A dtype's name, or `q8_0`."""
+    add: int = 0
+    """A number that is added in float32."""
+
+
+def stored_shape(shape: Shape, form: Form) -> Shape:
+    """Of the stream's tensor: for Q8_0 in bytes, as a matrix."""
+    if form.kind != "q8_0":
+        return shape
+    rows, cols = matrix_shape(shape)
+    return rows, cols // BLOCK * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class AddedTensor:
+    """Another tensor's values in float32, with a number added."""
+
+    source: LazyTensor
+    add: int
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        stored = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
+        self.source.read_into(box, stored)
+        numbers = rounding.exact(stored.reshape(-1), self.source.dtype).astype(np.float32) + np.float32(self.add)
+        np.copyto(out, numbers.view(np.uint8).reshape(out.shape))
+
+
+@dataclass(frozen=True)
+class Q8Tensor:
+    """Another tensor's rows in Q8_0, as bytes."""
+
+    source: LazyTensor
+    dtype: str = "uint8"
+
+    @property
+    def shape(self) -> Shape:
+        return stored_shape(self.source.shape, Form("q8_0"))
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        first, last = box.col0 // BLOCK_BYTES, -(-box.col1 // BLOCK_BYTES)
+        wanted = Box(box.row0, box.row1, first * BLOCK, last * BLOCK)
+        stored = np.empty((wanted.rows, wanted.cols * ITEMSIZE[self.source.dtype]), np.uint8)
+        self.source.read_into(wanted, stored)
+        numbers = rounding.exact(stored.reshape(-1), self.source.dtype).astype(np.float32)
+        made = q8_0(numbers.reshape(-1, BLOCK)).reshape(wanted.rows, -1)
+        np.copyto(out, made[:, box.col0 - first * BLOCK_BYTES : box.col1 - first * BLOCK_BYTES])
+
+
+def q8_0(blocks: np.ndarray) -> Bytes:
+    """[blocks, 32] float32 -> [blocks, 34] bytes."""
+    scale = np.abs(blocks).max(axis=1) / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+    scaled = blocks * inverse[:, None]
+    rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled))
+    made = np.empty((len(blocks), BLOCK_BYTES), np.uint8)
+    made[:, :2] = scale.astype(np.float16)[:, None].view(np.uint8)
+    made[:, 2:] = rounded.astype(np.int8).view(np.uint8)
+    return made
+
+
+@dataclass(frozen=True)
+class StoredSource:
+    """A source each of whose tensors comes as it is to be stored."""
+
+    source: Source
+    forms: Mapping[Key, Form]
+    overflow: bool
+
+    @property
+    def header(self) -> Header:
+        header = self.source.header
+        manifest = {key: self._info(info, self.forms[key]) for key, info in header.manifest.items()}
+        return replace(header, manifest=manifest)
+
+    def _info(self, info: TensorInfo, form: Form) -> TensorInfo:
+        return TensorInfo(stored_shape(info.shape, form), "uint8" if form.kind == "q8_0" else form.kind)
+
+    @property
+    def changed(self) -> frozenset[Key]:
+        """The tensors that have other values than their source's."""
+        return frozenset(key for key, form in self.forms.items() if form.add)
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        for key, tensor in self.source.tensors():
+            yield key, self._stored(key, tensor)
+
+    def _stored(self, key: Key, tensor: LazyTensor) -> LazyTensor:
+        form = self.forms[key]
+        if form.kind == "q8_0":
+            return Q8Tensor(tensor)
+        if form.add:
+            return AddedTensor(tensor, form.add)
+        return tensor if tensor.dtype == form.kind else CastTensor(tensor, form.kind, str(key), self.overflow)

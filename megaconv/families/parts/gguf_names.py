@@ -1,0 +1,57 @@
+"""What GGUF calls the tensors of a family: the names of llama.cpp's `llama`, which its other architectures share.
+
+llama.cpp's `llama` rotates pairs of neighbours, as Meta does, so that q and k have their rows in pairs; its other architectures
+rotate halves, as transformers does. Experts are stacked, gates and ups each by themselves.
+"""
+
+from megaconv.families import Family
+from megaconv.model.table import Fused, RotaryPairs, Row, Spelling, Stacked
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma": "gemma", "gpt2": "gpt2",
+    "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+"""Our families -> llama.cpp's architectures. What is checked against llama.cpp's own converter, no more."""
+
+_L = "blk.{l}."
+_NAMES: dict[str, Spelling] = {
+    "embed.weight": "token_embd.weight",
+    "positions.weight": "position_embd.weight",
+    "layers.{l}.input_norm.weight": _L + "attn_norm.weight",
+    "layers.{l}.input_norm.{weight|bias}": _L + "attn_norm.{weight|bias}",
+    "layers.{l}.attn.{q|k|v}.weight": _L + "attn_{q|k|v}.weight",
+    "layers.{l}.attn.{q|k|v}.bias": _L + "attn_{q|k|v}.bias",
+    "layers.{l}.attn.{q|k}_norm.weight": _L + "attn_{q|k}_norm.weight",
+    "layers.{l}.attn.o.weight": _L + "attn_output.weight",
+    "layers.{l}.attn.o.bias": _L + "attn_output.bias",
+    "layers.{l}.mlp_norm.weight": _L + "ffn_norm.weight",
+    "layers.{l}.mlp_norm.{weight|bias}": _L + "ffn_norm.{weight|bias}",
+    "layers.{l}.mlp.{gate|up}.weight": _L + "ffn_{gate|up}.weight",
+    "layers.{l}.mlp.{gate|up}.bias": _L + "ffn_{gate|up}.bias",
+    "layers.{l}.mlp.up.weight": _L + "ffn_up.weight",
+    "layers.{l}.mlp.up.bias": _L + "ffn_up.bias",
+    "layers.{l}.mlp.down.weight": _L + "ffn_down.weight",
+    "layers.{l}.mlp.down.bias": _L + "ffn_down.bias",
+    "layers.{l}.mlp.router.weight": _L + "ffn_gate_inp.weight",
+    "layers.{l}.mlp.experts.{e}.{gate|up}.weight": (
+        Stacked(_L + "ffn_gate_exps.weight", members=(0,)), Stacked(_L + "ffn_up_exps.weight", members=(1,)),
+    ),
+    "layers.{l}.mlp.experts.{e}.down.weight": Stacked(_L + "ffn_down_exps.weight"),
+    "final_norm.weight": "output_norm.weight",
+    "final_norm.{weight|bias}": "output_norm.{weight|bias}",
+    "head.weight": "output.weight",
+}  # fmt: skip
+_PAIRED: dict[str, Spelling] = {
+    f"layers.{{l}}.attn.{{q|k|v}}.{what}": RotaryPairs(_L + "attn_{q|k|v}." + what, rotating=(0, 1))
+    for what in ("weight", "bias")
+}
+_GPT2: dict[str, Spelling] = {
+    f"layers.{{l}}.attn.{{q|k|v}}.{what}": Fused(_L + "attn_qkv." + what) for what in ("weight", "bias")
+}
+
+
+def gguf_rows(family: Family) -> tuple[Row, ...]:
+    """A family's table with the names that GGUF has for its tensors; rows that it has none for stay without."""
+    own = {"llama": _PAIRED, "gpt2": _GPT2}.get(ARCHITECTURES[family.name], {})
+    names = {**_NAMES, **own}
+    return tuple(row.renamed(gguf=names[row.canonical]) if row.canonical in names else row for row in family.rows)

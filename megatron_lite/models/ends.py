@@ -1,0 +1,70 @@
+"""What lies before the layers and behind them: the embedding and the head."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.models import rng
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.loss import head_loss
+from megatron_lite.models.plan import Plan
+from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.tensor import VocabEmbedding
+
+
+class Positions(nn.Embedding):
+    """A learned vector for each."""
+
+    kinds: ClassVar = {"weight": Kind.OF_TOKENS}
+
+
+class Embedding(nn.Module):
+    """Keys, and learned positions where the model has them."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        config = plan.config
+        self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
+        self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
+        learned = config.positions.kind == "learned"
+        self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
+
+    def forward(self, batch: Microbatch, seed: rng.Seed | None) -> Tensor:
+        x: Tensor = self.word_embeddings(batch.tokens.t())
+        if self.position_embeddings is not None:
+            x = x + self._positions(batch)
+        return seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks) if seed and self.dropout else x
+
+    def _positions(self, batch: Microbatch) -> Tensor:
+        assert self.position_embeddings is not None
+        length = batch.tokens.shape[1]
+        places = torch.arange(length, device=batch.tokens.device).unsqueeze(1)
+        if batch.positions is not None:
+            places = batch.positions.t()
+        positions: Tensor = self.position_embeddings(self.ranks.own_part(places))
+        return positions
+
+
+class Head(nn.Module):
+    """The last matrix, or (weight None) the embedding's in its place."""
+
+    kinds: ClassVar = {"weight": Kind.VOCABULARY}
+
+    def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
+        super().__init__()
+        self.plan = plan
+        rows = plan.vocab_rows // plan.ranks.size
+        self.weight = None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
+
+    def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
+        weight = shared if self.weight is None else self.weight
+        assert weight is not None
+        plan = self.plan
+        # On a CPU each tensor rank has fewer columns, and a collective is dear.
+        rows = plan.options.loss_rows or (1024 if hidden.is_cuda else 128 * plan.ranks.size)
+        total, losses = head_loss(
+            hidden, weight, labels.t().reshape(-1), weights.t().reshape(-1), plan.config.vocab, rows, plan.ranks
+        )
+        return total, losses.view(labels.shape[1], labels.shape[0]).t()

@@ -1,0 +1,103 @@
+"""What all parts of a model are built from, which models there is code for, and what a pass hands to every layer."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megaconv.errors import LayoutError, NotExpressible
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout, padded_vocab
+from megaconv.model.sharding import rank_sizes
+from megatron_lite.models import recompute, rng
+from megatron_lite.models.attention import Documents
+from megatron_lite.models.moe.balance import Balance
+from megatron_lite.parallel.tensor import Keep, TensorGroup
+from megatron_lite.settings.options import ModelOptions
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all parts of a model are built from."""
+
+    config: ModelConfig
+    options: ModelOptions
+    ranks: TensorGroup
+    sizes: dict[str, int]
+    """This tensor rank's share of heads, kv_heads, ffn."""
+    vocab_rows: int
+    """Of the whole vocabulary, padding included."""
+    expert_group: ProcessGroup | None = None
+    """The ranks that share the experts of each layer."""
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.config.norm.kind == "LayerNorm"
+
+    @property
+    def keep(self) -> Keep:
+        return recompute.make_again if self.options.recompute.granularity == "selective" else recompute.keep
+
+
+TRAINED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Families that this decoder is, by configuration."""
+NOT_COMPUTED = {
+    "interleaved": "rotary positions of neighbouring elements",
+    "skips_rope": "layers whose q and k don't rotate",
+    "relu2": "squared ReLU",
+    "zero_centered": "norms that multiply with their weight + 1",
+    "output_norm": "norms after its sublayers, not before them",
+    "sandwich_norm": "norms after its sublayers, too",
+    "wide_qk_norm": "norms of q and k over all heads",
+    "qk_l2_norm": "q and k divided by their L2 norm",
+    "scaled_scores": "attention scores with a scale of their own",
+    "capped_scores": "capped attention scores",
+    "capped_logits": "capped logits",
+    "scaled_embedding": "a scaled embedding",
+    "two_ropes": "another base of rope in layers with a window",
+    "sinks": "attention sinks",
+    "clamped": "a clamped activation",
+    "sigmoid_router": "a router of sigmoids",
+    "router_bias": "a router with a bias",
+}
+"""Features of a model that this decoder has no code for, whatever its family."""
+
+
+def make_plan(
+    config: ModelConfig,
+    layout: Layout,
+    options: ModelOptions,
+    ranks: TensorGroup,
+    expert_group: ProcessGroup | None = None,
+) -> Plan:
+    """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded."""
+    if config.family not in TRAINED:
+        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
+    for feature, what in NOT_COMPUTED.items():
+        if config.has(feature):
+            raise NotExpressible(f"the model has {what}, which can't be trained yet")
+    rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
+    if config.experts.count:
+        _check_experts(layout, ranks)
+    return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_group)
+
+
+def _check_experts(layout: Layout, ranks: TensorGroup) -> None:
+    if layout.etp > 1:
+        raise LayoutError(f"expert tensor parallel size is {layout.etp}, but experts can't be sharded yet; take 1")
+    if layout.tp > 1 and not ranks.sequence:
+        raise LayoutError(
+            f"a mixture of experts at tp = {layout.tp} needs --sequence-parallel: else each tensor rank would route the same tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every layer needs of a microbatch."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    documents: Documents | None = None
+    seed: rng.Seed | None = None
+    """Of dropout; None: nothing is dropped."""
+    balance: Balance | None = None
+    """Of experts; None where nothing goes backward."""

@@ -1,0 +1,49 @@
+"""Attention of one layer, which a layer may have for its mixer: a norm, the matrices, norms of q and k, rotation."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lite.models.attention import attend
+from megatron_lite.models.plan import Pass, Plan
+from megatron_lite.models.rotary import rotate
+from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        config, sizes = plan.config, plan.sizes
+        self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
+        self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
+        self.window = config.layers[layer].window
+        self.linear_qkv = NormColumnLinear(
+            config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,
+            norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
+        )  # fmt: skip
+        norm = (config.attention.head_dim, config.norm.epsilon)
+        self.q_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
+        self.k_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
+        self.linear_proj = RowLinear(
+            sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias
+        )
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        mixed = self.linear_qkv(x)
+        mixed = mixed.unflatten(-1, (self.kv_heads, self.group + 2, self.head_dim))
+        # One split, whose gradient is one concatenation; that of a slice is as large as the whole.
+        q, k, v = (part.flatten(2, 3) for part in mixed.split((self.group, 1, 1), -2))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if run.rotary is not None:
+            q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
+        projected: Tensor = self.linear_proj(self._attend(q, k, v, run).flatten(2))
+        return projected
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
+        how: Any = {"window": self.window, "documents": run.documents, "backend": self.options.attention}
+        if run.seed is None or not self.options.attention_dropout:
+            return attend(q, k, v, **how)
+        with run.seed.for_attention(self.layer, self.ranks, q.device):
+            return attend(q, k, v, dropout=self.options.attention_dropout, **how)

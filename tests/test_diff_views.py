@@ -1,0 +1,91 @@
+"""`megaconv diff` for people: the configuration first, kinds of tensors, a limit, a tolerance, and how far layers moved."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.tensor import ITEMSIZE
+from megaconv.engine.rounding import numbers
+from tests.models import write_config, write_llama
+from tests.runs import assert_refused, run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "a", layers=3, dtype="float32")
+
+
+def finetuned(model: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **config: Any) -> Path:
+    other = model.parent / "b"
+    write_config(other, json.loads((model / "config.json").read_text()) | config)
+    weights = {
+        name: change(name, tensor).contiguous() for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def test_the_configuration_comes_before_the_tensors_and_kinds_are_summed_up(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor + ("up_proj" in name), rope_theta=500.0)
+    lines = run("diff", model, other).out.splitlines()
+    assert lines[0] == "different: 3 of 30 tensors"
+    assert "positions.theta" in lines[1]
+    assert lines[2] == "  3 of layers.*.mlp.up.weight, values"
+    assert len(lines) == 6
+
+
+def test_a_limit_shortens_the_list(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor + 1)
+    lines = run("diff", model, other, "--limit", 2).out.splitlines()
+    assert lines[-1] == "  and 28 more (--limit 0 lists all)"
+    assert len(run("diff", model, other, "--limit", 0).out.splitlines()) > len(lines)
+
+
+def test_differences_within_the_tolerance_are_none(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor + 1e-5)
+    assert run("diff", model, other).status == 4
+    within = run("diff", model, other, "--tolerance", "1e-4")
+    assert (within.status, within.out) == (0, "the same: 30 tensors are equal, 30 of them within the tolerance\n")
+    assert run("diff", model, other, "--tolerance", "1e-6").status == 4
+
+
+def test_metadata_alone_doesnt_look_at_values(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor + 1)
+    assert run("diff", model, other, "--metadata").status == 0
+    other = finetuned(model, lambda name, tensor: tensor.bfloat16() if "norm" in name else tensor)
+    outcome = run("diff", model, other, "--metadata", "--json")
+    assert outcome.status == 4
+    assert {item["kind"] for item in json.loads(outcome.out)["differences"]} == {"dtype"}
+    assert_refused(run("diff", model, other, "--metadata", "--stats"), 2, "--metadata", "--stats")
+
+
+def test_stats_say_which_layer_moved_how_far(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor * 1.5 if ".1." in name else tensor)
+    outcome = run("diff", model, other, "--stats", "--json")
+    layers = json.loads(outcome.out)["movement"]["layers"]
+    assert layers["layers.1"]["relative"] == pytest.approx(0.5, rel=1e-6)
+    assert {name for name, layer in layers.items() if layer["relative"]} == {"layers.1"}
+    shown = run("diff", model, other, "--stats").out
+    assert any(line.startswith("layers.1 ") and "5.000e-01" in line for line in shown.splitlines())
+
+
+def test_stats_compare_different_dtypes(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor.bfloat16())
+    moved = json.loads(run("diff", model, other, "--stats", "--json").out)["movement"]["tensors"]
+    assert all(tensor["relative"] < 2**-8 for tensor in moved.values())
+    assert any(tensor["relative"] > 0 for tensor in moved.values())
+
+
+@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if name.startswith("float8")])
+def test_eight_bit_numbers_are_torchs(dtype: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    torch.testing.assert_close(
+        torch.from_numpy(numbers(codes.numpy(), dtype).copy()),
+        codes.view(getattr(torch, dtype)).double(),
+        equal_nan=True,
+    )

@@ -1,0 +1,217 @@
+"""Mixtures of experts: ten steps of Megatron core's own model and training, at any layout."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from formats.tensor import matrix_shape
+from megaconv.engine.stream import as_lazy
+from megaconv.families import family
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import from_fields
+from megaconv.model.layout import Layout
+from megaconv.model.naming import CORE_LOCAL
+from megaconv.model.natives import native_tensors
+from megaconv.model.table import canonical_shapes
+from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.parallel.worlds import World
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A run of a fixture, and the layout that it is trained at."""
+
+    name: str = "mixtral"
+    run: str = "mixtral"
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    distributed: bool = False
+    recompute: str | None = None
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def directory(self) -> Path:
+        return FIXTURES / f"trainer-moe-{self.name}"
+
+    def expected(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "expected.json").read_text())
+        return found
+
+    def __str__(self) -> str:
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep") if getattr(self, name) > 1]
+        return " ".join([self.run, *words, *(["zero"] if self.distributed else []), *filter(None, [self.recompute])])
+
+
+def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
+    """Megatron's words in ours."""
+    whole = case.expected()
+    base = whole["base"] | whole["runs"][case.run]["config"]
+    shared = base.get("moe_shared_expert_intermediate_size", 0)
+    config = from_fields(
+        "qwen2_moe" if shared else "mixtral",
+        {
+            "layers.count": base["num_layers"], "layers.mlp": "experts", "hidden": base["hidden_size"],
+            "attention.heads": base["num_attention_heads"], "attention.kv_heads": base["num_query_groups"],
+            "attention.head_dim": base["hidden_size"] // base["num_attention_heads"], "mlp.ffn": base["ffn_hidden_size"],
+            "vocab": base["vocab_size"], "max_positions": 32, "norm.epsilon": base["layernorm_epsilon"],
+            "positions.theta": float(base["rotary_base"]), "experts.count": base["num_moe_experts"],
+            "experts.per_token": base["moe_router_topk"], "experts.ffn": base["moe_ffn_hidden_size"],
+            "experts.renormalize": not base.get("moe_router_pre_softmax", False), "experts.shared_ffn": shared,
+            "experts.shared_gate": bool(shared),
+        },
+    )  # fmt: skip
+    kinds, coefficients = base["moe_router_load_balancing_type"], base.get("moe_aux_loss_coeff", 0.0)
+    if isinstance(kinds, str):
+        kinds, coefficients = [kinds], [coefficients]
+    dtype = {"fp32": "float32"}.get(base.get("moe_router_dtype", ""))
+    losses = tuple(zip(kinds, coefficients, strict=True))
+    return config, Balancing(losses, base.get("moe_z_loss_coeff", 0.0), dtype)
+
+
+def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
+    """What a file of core's whole tensors holds, in our pieces."""
+    rows, layout = family(config.family).rows, Layout(stage_layers=(config.layer_count,))
+    (chunk,) = layout.chunks()
+    found = {name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()}
+    tensors = load_file(file)
+    for native in native_tensors(rows, config, CORE_LOCAL, layout, 0, chunk, config.vocab):
+        whole = tensors[native.name].numpy().reshape(matrix_shape(native.shape))
+        for name, regions in native.parts.items():
+            matrix = found[name].reshape(matrix_shape(found[name].shape))
+            for region in regions:
+                box = region.box
+                rows_here = whole[region.row : region.row + box.rows, region.col : region.col + box.cols]
+                matrix[box.row0 : box.row1, box.col0 : box.col1] = rows_here
+    return found
+
+
+def make_engine(case: Mixture) -> Engine:
+    config, balance = describe(case)
+    stages = (config.layer_count // case.pp,) * case.pp
+    layout = Layout(case.tp, case.pp, 1, case.ep, 1, stage_layers=stages)
+    training = case.expected()["training"]
+    options = ModelOptions(
+        "float32", sequence_parallel=case.tp > 1, balance=balance, vocab_divisor=1,
+        recompute=Recompute(case.recompute),
+    )  # fmt: skip
+    optimizer = OptimizerOptions(
+        betas=tuple(training["betas"]), eps=training["eps"], clip_grad=training["clip_grad"],
+        distributed=case.distributed, bucket_elements=5000,
+    )  # fmt: skip
+    engine = Engine(config, make_grid(layout, case.dp, torch.device("cpu"), experts=True), options, optimizer)
+    weights = canonical(config, case.directory / "weights.safetensors")
+    load_weights(engine, {name: as_lazy(array) for name, array in weights.items()})
+    return engine
+
+
+def own_batches(case: Mixture, engine: Engine, step: int) -> list[Microbatch]:
+    tokens = torch.from_numpy(np.load(case.directory / "tokens.npy")[step].astype(np.int64))
+    own = list(enumerate(tokens))[engine.grid.dp_rank :: case.dp]
+    return [Microbatch(batch[:, :-1], batch[:, 1:], index=index) for index, batch in own]
+
+
+def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[tuple[float, float]], dict[str, dict[int, float]]]:
+    """((loss, norm) of each step; balancing losses of the first, by name and layer)."""
+    engine, training = make_engine(case), case.expected()["training"]
+    found, logged = [], dict[str, dict[int, float]]()
+    for step in range(steps):
+        report = engine.train_step(own_batches(case, engine, step), training["lr"], training["weight_decay"])
+        found.append((report.loss, report.grad_norm))
+        if not step:
+            logged = engine.balancing_losses()
+    engine.finish()
+    engine.grid.close()
+    return found, logged
+
+
+def compare(case: Mixture, found: list[tuple[float, float]]) -> None:
+    answers = case.expected()["runs"][case.run]["answers"]["one process"]
+    for step, ((loss, norm), answer) in enumerate(zip(found, answers, strict=True)):
+        assert loss == pytest.approx(answer["loss"], rel=1e-5), f"step {step}"
+        assert norm == pytest.approx(answer["grad_norm"], rel=1e-5), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Mixture(), Mixture(run="two_losses"), Mixture("qwen", "qwen"), Mixture(recompute="full"),
+        Mixture("qwen", "qwen", recompute="selective"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ten_steps_of_one_process_are_megatron_cores(case: Mixture) -> None:
+    compare(case, train(0, case)[0])
+
+
+LAYOUTS = [
+    Mixture(dp=2, ep=2), Mixture("qwen", "qwen", tp=2, ep=2), Mixture(tp=2, ep=1), Mixture(pp=2, dp=2, ep=2, distributed=True),
+    Mixture(run="two_losses", tp=2, dp=2, ep=4),
+]  # fmt: skip
+MORE_LAYOUTS = [
+    Mixture(dp=4, ep=4), Mixture(dp=4, ep=2), Mixture(dp=4, ep=2, distributed=True), Mixture("qwen", "qwen", tp=2, dp=2, ep=2),
+    Mixture("qwen", "qwen", tp=2, pp=2, ep=2, distributed=True), Mixture("qwen", "qwen", dp=2, ep=2), Mixture(pp=2),
+    Mixture(dp=2, ep=1), Mixture(tp=2, dp=2, ep=1, distributed=True), Mixture(dp=2, ep=2, recompute="full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_ten_steps_at_a_layout_are_megatron_cores_in_one_process(case: Mixture, world: World) -> None:
+    """Also where core itself goes wrong: tp 2 with whole experts on every rank."""
+    for found, _ in world.run(case.world, train, case):
+        compare(case, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_LAYOUTS, ids=str)
+def test_ten_steps_at_further_layouts(case: Mixture, world: World) -> None:
+    for found, _ in world.run(case.world, train, case):
+        compare(case, found)
+
+
+def test_gradients_of_the_first_step_are_megatron_cores() -> None:
+    """The mean over its microbatches, before clipping."""
+    for case in (Mixture(), Mixture("qwen", "qwen")):
+        engine = make_engine(case)
+        assert engine.optimizer is not None
+        report = engine.train_step(own_batches(case, engine, 0), lr=0.0)
+        expected = canonical(engine.config, case.directory / "gradients-step1.safetensors")
+        clipped = min(1.0, 1.0 / (report.grad_norm + 1e-6))
+        for item in engine.optimizer.ranges():
+            gradient = item.gradient.numpy().reshape(matrix_shape(item.shape)) / clipped
+            for name, regions in item.info.native.parts.items():
+                whole = expected[name].reshape(matrix_shape(expected[name].shape))
+                for region in regions:
+                    box = region.box
+                    ours = gradient[region.row : region.row + box.rows, region.col : region.col + box.cols]
+                    theirs = whole[box.row0 : box.row1, box.col0 : box.col1]
+                    assert np.abs(ours - theirs).max() <= 1e-5 * max(np.abs(whole).max(), 1e-3), name
+
+
+LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "z_loss": "z_loss"}
+"""In core's words."""
+
+
+@pytest.mark.parametrize("case", [Mixture(run="two_losses"), Mixture("qwen", "qwen")], ids=str)
+def test_balancing_losses_are_those_that_megatron_core_logs(case: Mixture) -> None:
+    _, logged = train(0, case, 1)
+    expected = case.expected()["runs"][case.run]["answers"]["one process"][0]["aux"]
+    assert logged
+    for name, layers in logged.items():
+        assert list(layers.values()) == pytest.approx(expected[LOGGED[name]], rel=1e-5)
