@@ -307,7 +307,7 @@ def test_an_original_of_another_model_is_refused(tmp_path: Path) -> None:
     assert_refused(run(*arguments, other), 3, "is not the original", "mlp.gate_proj.weight [56, 32]", "[64, 32]")
     assert_refused(run(*arguments, tmp_path), 2, "--base", "has no config.json")
     core = ("convert", "--load-dir", llama, "--saver", "core", "--save-dir", tmp_path / "out", "--base", llama)
-    assert_refused(run(*core), 2, "--base", "--saver hf")
+    assert_refused(run(*core), 2, "--base", "chooses nothing for an output of --saver core")
     assert not (tmp_path / "out").exists()
 
 
