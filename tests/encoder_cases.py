@@ -22,7 +22,9 @@ def convert(source: Path, target: Path, saver: str = "core", **options: Any) -> 
     """In the names of Megatron's local layers, the only ones that run without a GPU."""
     if saver == "core":
         options = {"transformer_impl": "local", **options}
-    megaconv.convert(source, target, saver=saver, vocab_divisor=8, workers=2, **options)
+    if saver in ("core", "legacy"):
+        options = {"vocab_divisor": 8, **options}
+    megaconv.convert(source, target, saver=saver, workers=2, **options)
     return target
 
 

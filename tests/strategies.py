@@ -126,7 +126,8 @@ def hybrid_fields(pattern: str, groups: int = 2, experts: int = 4, width: int = 
     """Of a Nemotron-H with these layers. width: of its experts."""
     mamba = {"mamba.heads": 2 * groups, "mamba.head_dim": 3, "mamba.groups": groups, "mamba.state": 5}
     widths = {"experts.count": experts, "experts.per_token": 1, "experts.ffn": width, "experts.shared_ffn": width}
-    routed = {**widths, "experts.router_bias": True, "experts.score": "sigmoid"}
+    groups_of_all = {"experts.scale": 1.0, "experts.groups": 1, "experts.group_topk": 1}
+    routed = {**widths, **groups_of_all, "experts.router_bias": True, "experts.score": "sigmoid"}
     others = {**families()["nemotron_h"].fixed, **dict.fromkeys(BIASES_AND_NORMS, False)}
     return {**layer_fields(pattern, "the test"), **others, **mamba, **(routed if "E" in pattern else {})}
 

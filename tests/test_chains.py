@@ -53,6 +53,8 @@ def config_of(family: str, random: Random) -> dict[str, Any]:
         layered["mlp_only_layers"] = [layer for layer in range(layers) if random.random() < 0.4]
     if "first_k_dense_replace" in raw:
         layered["first_k_dense_replace"] = random.randint(0, layers)
+    if "hybrid_override_pattern" in raw:
+        layered["hybrid_override_pattern"] = "M" + "".join(random.choices("M*-E", k=layers - 1))
     latent = "kv_lora_rank" in raw
     return raw | {
         "num_hidden_layers": layers,

@@ -250,7 +250,8 @@ def test_files_are_of_about_one_size_and_as_many_as_asked_for(tmp_path: Path) ->
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "zarr"])
 def test_a_killed_run_is_resumed_and_verified(ckpt_format: str, tmp_path: Path) -> None:
     model = write_llama(tmp_path / "hf")
-    options = ("--load-dir", model, "--saver", "core", "--ckpt-format", ckpt_format, "--tp", 2, "--dist-files", 2)
+    files = ("--dist-files", 2) if ckpt_format == "torch_dist" else ()
+    options = ("--load-dir", model, "--saver", "core", "--ckpt-format", ckpt_format, "--tp", 2, *files)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run("convert", *options, "--save-dir", whole, "--verify").status == 0
     kill = KILL.format(owner="os", name="pwrite", number=40, journaled="time.sleep(0.2)").replace(
@@ -274,6 +275,6 @@ def test_inspecting_reads_neither_tensors_nor_objects(checkpoint: Path) -> None:
 
 def test_a_format_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "hf")
-    for saver, ckpt_format, known in (("core", "tar", "torch_dist"), ("legacy", "torch_dist", "choose torch")):
+    for saver, ckpt_format, known in (("core", "tar", "torch_dist"), ("legacy", "torch_dist", "chooses nothing")):
         arguments = ("--load-dir", model, "--saver", saver, "--ckpt-format", ckpt_format)
-        assert_refused(run("convert", *arguments, "--save-dir", tmp_path / "out"), 2, repr(ckpt_format), known)
+        assert_refused(run("convert", *arguments, "--save-dir", tmp_path / "out"), 2, ckpt_format, known)

@@ -226,7 +226,8 @@ def test_blocks_that_split_heads_make_no_difference(tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", args, shards=2)
     for name, memory in (("small", 4 * 4096), ("large", 1 << 28)):
         for saver, source, target in (("hf", meta, "hf"), ("llama_mistral", tmp_path / f"{name}-hf", "meta")):
-            options = ConvertOptions(max_memory=memory, workers=1, save=SaveOptions(tp=2))
+            shards = SaveOptions(tp=2) if saver == "llama_mistral" else SaveOptions()
+            options = ConvertOptions(max_memory=memory, workers=1, save=shards)
             convert(source, tmp_path / f"{name}-{target}", saver, options)
     assert_equal(load_file(tmp_path / "small-hf/model.safetensors"), load_file(tmp_path / "large-hf/model.safetensors"))
     for found, expected in zip(read_meta(tmp_path / "small-meta"), read_meta(meta), strict=True):

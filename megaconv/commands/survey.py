@@ -110,5 +110,5 @@ def _lacks_its_description(path: Path) -> bool:
     if path.is_file():
         return True
     files = [entry.name for entry in path.iterdir()]
-    described = {"config.json", rank_files.TRACKER}
+    described = {"config.json", "params.json", rank_files.TRACKER}
     return described.isdisjoint(files) and any(name.endswith(SUFFIXES) for name in files)

@@ -2,7 +2,8 @@
 
 All of it follows from the family's table: a rank's tensor and the same tensor of a single rank are made of rectangles of
 the same canonical tensors, and where both hold a rectangle is what places one in the other. Layers of all stages lie under
-one key, stacked along a leading axis; norms have Transformer Engine's names (megatron/core/dist_checkpointing).
+one key, stacked along a leading axis, and so do the experts of all ranks behind it; norms have Transformer Engine's names
+(megatron/core/dist_checkpointing).
 """
 
 import re
@@ -20,6 +21,7 @@ from megaconv.model.naming import CORE, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,11 @@ class Place:
     """Of one tensor of a rank."""
 
     key: str
-    layer: int | None
-    """Its number in the whole model; None for a tensor outside of the layers."""
+    stacked: tuple[tuple[int, int], ...]
+    """(its number, of how many) along each leading axis: of layers, and of experts; in the whole model."""
     local: Shape
     whole: Shape
-    """Without the axis of layers."""
-    layers: int
+    """Without those axes."""
     runs: tuple[Run, ...]
     replicated: bool
     """Every tensor rank holds it."""
@@ -52,7 +53,7 @@ class Place:
 
     @property
     def global_shape(self) -> Shape:
-        return self.whole if self.layer is None else (self.layers, *self.whole)
+        return *(count for _, count in self.stacked), *self.whole
 
 
 @dataclass(frozen=True)
@@ -67,25 +68,30 @@ class Shard:
 
 
 def places(
-    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: Naming
+    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: Naming, ep_rank: int = 0
 ) -> dict[str, Place]:
     """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
     padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
-    rows, single = family(config.family).rows, replace(layout, tp=1, etp=1)
-    named, keyed, whole = (
-        list(native_tensors(rows, padded, spelled, over, rank, chunk, vocab_rows))
-        for spelled, over, rank in ((naming, layout, tp_rank), (CORE, layout, tp_rank), (CORE, single, 0))
+    rows, single = family(config.family).rows, replace(layout, tp=1, etp=1, ep=1)
+    named, keyed = (
+        list(native_tensors(rows, padded, spelled, layout, tp_rank, chunk, vocab_rows, ep_rank))
+        for spelled in (naming, CORE)
     )
+    whole = {native.name: native for native in native_tensors(rows, padded, CORE, single, 0, chunk, vocab_rows)}
+    first = ep_rank * (config.experts.count // layout.ep)
     found = {}
-    for native, other, entire in zip(named, keyed, whole, strict=True):
-        key, layer = _key(other.name, chunk)
+    for native, other in zip(named, keyed, strict=True):
+        expert = _EXPERT.fullmatch(other.name)
+        entire = whole[_numbered(other.name, first)]
+        key, stacked = _key(other.name, chunk, config.layer_count)
+        if expert is not None:
+            stacked = (*stacked, (first + int(expert[2]), config.experts.count))
         runs = tuple(_runs(native, entire))
         found[native.name] = Place(
             key,
-            layer,
+            stacked,
             native.shape,
             entire.shape,
-            config.layer_count,
             runs,
             native.replicated,
             native.copy is not None,
@@ -94,9 +100,17 @@ def places(
     return found
 
 
-def _key(name: str, chunk: Chunk) -> tuple[str, int | None]:
+def _key(name: str, chunk: Chunk, layers: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """(without the numbers of layer and expert; the layer's, of how many)."""
     match = _LAYER.fullmatch(name)
-    return (name, None) if match is None else (match[1] + match[3], chunk.first_layer + int(match[2]))
+    if match is None:
+        return name, ()
+    return _EXPERT.sub(r"\1.experts\3", match[1] + match[3]), ((chunk.first_layer + int(match[2]), layers),)
+
+
+def _numbered(name: str, first: int) -> str:
+    """With the number that an expert has in the whole model."""
+    return _EXPERT.sub(lambda found: f"{found[1]}.local_experts.{first + int(found[2])}{found[3]}", name)
 
 
 def _runs(native: NativeTensor, whole: NativeTensor) -> Iterator[Run]:
@@ -146,8 +160,8 @@ def flat_shards(place: Place, key: str, flat: Tensor, start: int, end: int) -> I
             shape: Shape = (row1 - row0, col1 - col0)
             if len(place.whole) == 1:
                 offset, shape = offset[:1], shape[:1]
-            if place.layer is not None:
-                offset, shape = (place.layer, *offset), (1, *shape)
+            offset = (*(number for number, _ in place.stacked), *offset)
+            shape = (*(1 for _ in place.stacked), *shape)
             yield Shard(key, offset, place.global_shape, block.view(shape))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from formats.tensor import Box, LazyTensor, matrix_shape
 from megaconv.engine.conversion import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
@@ -68,14 +69,9 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
                 f"--load and --save are both {saved}, which holds a checkpoint: --resume continues that run, "
                 "another --save starts one from its weights"
             )
-        if not weights_alone and not _has_files(Path(saving.load)):
+        if not weights_alone and saved is None and not (Path(saving.load) / CONFIG_NAME).is_file():
             return None  # as Megatron-LM's scripts expect of the first of several jobs
     return _open(saving.load, settings, continued=not weights_alone)
-
-
-def _has_files(directory: Path) -> bool:
-    """Whether there is anything but what a first save may have left unfinished."""
-    return directory.is_dir() and any(not path.name.startswith(".") for path in directory.iterdir())
 
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:

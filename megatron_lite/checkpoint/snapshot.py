@@ -21,6 +21,8 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
 from megatron_lite.engine import Engine
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.parameters import ParameterInfo
 
 NAMING = CORE
 """Of the engine's parameters."""
@@ -62,7 +64,8 @@ def chunk_places(engine: Engine) -> list[dict[str, Place]]:
     """Of this rank's chunks."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    return [places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING) for chunk in grid.chunks()]
+    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    return [places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, ep_rank) for chunk in grid.chunks()]
 
 
 def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
@@ -86,17 +89,18 @@ def _dist_form(engine: Engine, optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer: bool) -> Iterator[Shard]:
-    """What all data-parallel ranks hold, they share out."""
+    """What several ranks hold that see other sequences, they share out."""
     grid = engine.grid
-    for number, (chunk, name, tensor) in enumerate(engine.parameters()):
+    infos = (info for chunk in engine.infos for info in chunk)
+    for number, (info, (chunk, name, tensor)) in enumerate(zip(infos, engine.parameters(), strict=True)):
         place = placed[chunk][name]
-        if number % grid.dp == grid.dp_rank and _is_ours(place, grid.tp_rank):
+        if _is_turn(engine, info, number) and _is_ours(place, grid.tp_rank):
             yield from shards(place, tensor.detach())
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
         place = placed[owned.chunk][owned.name]
-        if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or number % grid.dp == grid.dp_rank):
+        if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or _is_turn(engine, owned.info, number)):
             for slot, flat in _stored(engine, owned.tensors):
                 key = f"optimizer.state.{slot}.{place.key}"
                 yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
@@ -117,6 +121,12 @@ def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str
             yield "fp32_param", flat
 
 
+def _is_turn(engine: Engine, info: ParameterInfo, number: int) -> bool:
+    """Whether this rank is the one to save a tensor, of all that hold it."""
+    grid = engine.grid
+    return number % comm.size(grid.group(info.reduced_over)) == grid.rank_along(info.reduced_over)
+
+
 def _is_ours(place: Place, tp_rank: int) -> bool:
     return not place.is_copy and (not place.replicated or tp_rank == 0)
 
@@ -124,7 +134,11 @@ def _is_ours(place: Place, tp_rank: int) -> bool:
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     layers, content = engine.config.layer_count, empty_object()
-    modules = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
+    modules = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    if not engine.config.experts.count:
+        modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    elif engine.config.experts.shared_ffn:
+        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     if impl == "transformer_engine":
         modules.append("self_attention.core_attention")
     for chunk in engine.grid.chunks():

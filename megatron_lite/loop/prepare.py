@@ -25,8 +25,8 @@ from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags
-from megatron_lite.settings.config import Settings, subjects
-from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.config import Balance, Settings, subjects
+from megatron_lite.settings.options import Balancing, LossScale, ModelOptions, OptimizerOptions, Recompute
 from megatron_lite.settings.sizes import Sizes, check_flags, work_out
 
 
@@ -39,13 +39,15 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     options = model_options(settings, dropouts)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
+    _check_savable(settings, config)
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
     progress = start.progress if start is not None else Progress()
     counts = _sample_counts(settings, sizes, progress)
     datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts))
     sinks = all_or_none(lambda: _sinks(settings, place))
-    engine = Engine(config, make_grid(sizes.layout, sizes.dp, place.device), options, optimizer_options(settings))
+    grid = make_grid(sizes.layout, sizes.dp, place.device, experts=config.experts.count > 0)
+    engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     else:
@@ -101,8 +103,15 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
-        vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+        balance=_balancing(settings.balance), vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
+
+
+def _balancing(balance: Balance) -> Balancing:
+    named = zip(balance.moe_router_load_balancing_type, balance.moe_aux_loss_coeff, strict=True)
+    losses = tuple((name, coefficient) for name, coefficient in named if name != "none" and coefficient)
+    dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
+    return Balancing(losses, balance.moe_z_loss_coeff, dtype)
 
 
 def optimizer_options(settings: Settings) -> OptimizerOptions:
@@ -119,6 +128,19 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
     )  # fmt: skip
+
+
+def _check_savable(settings: Settings, config: ModelConfig) -> None:
+    """Raises UsageError for a checkpoint that couldn't be written, before there is anything to lose."""
+    saving = settings.checkpointing
+    if saving.save is None or not config.experts.count:
+        return
+    if saving.ckpt_format == "torch":
+        raise UsageError("--ckpt-format torch can't be written for a mixture of experts yet; take torch_dist")
+    if len({kind.mlp for kind in config.layers}) > 1:
+        raise UsageError(
+            "a model of which some layers have experts and some have not can't be saved yet; leave --save out"
+        )
 
 
 def _sample_counts(settings: Settings, sizes: Sizes, progress: Progress) -> list[int]:
@@ -160,7 +182,7 @@ def _introduce(run: Run, start: Start | None) -> None:
     parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
     assert run.engine.optimizer is not None
     model = f"{run.config.family}, {run.config.layer_count} layers of {run.config.hidden}, {run.engine.options.dtype}"
-    per_parameter = f"{run.engine.optimizer.bytes_per_parameter(sizes.dp):.2f} bytes each with gradients and optimizer"
+    per_parameter = f"{run.engine.optimizer.bytes_per_parameter():.2f} bytes each with gradients and optimizer"
     run.say(f"{run.place}; {sizes.layout}, DP {sizes.dp}")
     run.say(f"{model}; {parameters:,} parameters on this rank, {per_parameter}")
     if start is not None:
@@ -183,7 +205,7 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, NullTokenizer) and settings.data.tokenizer_type is None:
         run.say(f"without a tokenizer: data are token ids below {tokenizer.vocab_size}")
     if start is None and settings.checkpointing.load is not None:
-        run.say(f"nothing in {settings.checkpointing.load} yet: starting from random weights")
+        run.say(f"no checkpoint in {settings.checkpointing.load} yet: starting from random weights")
     if start is not None:
         for name, before, now in _changes(run, start.arguments):
             run.say(f"changed since the checkpoint: {name} {before} -> {now}")

@@ -138,11 +138,13 @@ class Optimizer:
         self._publish()
         self.wait()
 
-    def bytes_per_parameter(self, ranks: int) -> float:
-        """By formula, with this many data-parallel ranks: parameters, gradients, masters and state."""
+    def bytes_per_parameter(self) -> float:
+        """By formula: parameters, gradients, masters and state. Experts' are shared by fewer ranks than others."""
         itemsize = self._buckets[0].data.itemsize
         kept = 4 * len(STATE[self.options.kind]) + (4 if itemsize < 4 else 0)
-        return itemsize + 4 + kept / (ranks if self.distributed else 1)
+        elements = sum(len(bucket.data) for bucket in self._buckets)
+        own = sum(len(master) for master in self._masters)
+        return itemsize + 4 + kept * own / elements
 
 
 def _master(bucket: Bucket) -> Tensor:

@@ -42,6 +42,12 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
         "mlp.bias": bias,
         "attention.qk_norm": model.qk_layernorm,
     }
+    if model.num_experts:
+        found |= {
+            "experts.count": model.num_experts,
+            "layers.mlp": "experts",
+            "experts.shared_gate": model.moe_shared_expert_gate,
+        }
     return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found)
 
 

@@ -19,8 +19,10 @@ WITHOUT_EFFECT = {
     "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "deterministic_mode": 0, "dist_ckpt_strictness": 1,
     "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "grad_reduce_in_bf16": 0,
     "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "manual_gc": 0,
+    "moe_grouped_gemm": 0, "moe_permute_fusion": 0,
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
-    "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0, "no_rope_fusion": 0, "no_save_rng": 0,
+    "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
+    "no_rope_fusion": 0, "no_save_rng": 0,
     "num_workers": 1, "tensorboard_queue_size": 1,
     "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
 }  # fmt: skip
@@ -29,14 +31,15 @@ WITHOUT_EFFECT = {
 REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
-    "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8", "profile": "profiles", "profile_step_end": "profiles",
-    "profile_step_start": "profiles",
+    "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
+    "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles",
+    "profile_step_end": "profiles", "profile_step_start": "profiles",
 }  # fmt: skip
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
-    "context_parallel_size": "1", "dataloader_type": "single", "expert_model_parallel_size": "1", "expert_tensor_parallel_size": "1",
-    "num_experts": "0",
+    "context_parallel_size": "1", "dataloader_type": "single", "expert_tensor_parallel_size": "1",
+    "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""
 
@@ -119,7 +122,7 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
     if options.get("metavar") is None:
         options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
     if item.default not in (None, False):
-        text += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"
+        text += f" [{_shown(item.default)}]"
     short = [item.metadata["short"]] if item.metadata["short"] else []
     group.add_argument(
         "--" + name.replace("_", "-"),
@@ -129,6 +132,13 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
         help=text.replace("%", "%%"),
         **options,
     )
+
+
+def _shown(default: Any) -> str:
+    """As a command line would say it."""
+    if isinstance(default, tuple):
+        return " ".join(map(_shown, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _element(hint: Any) -> Any:
@@ -242,7 +252,7 @@ def flag_table() -> str:
             item = flags()[name][1]
             words = " · ".join(f"`{word}`" for word in item.metadata["choices"])
             text = item.metadata["help"].replace("|", "\\|") + (f" ({words})" if words else "")
-            default = "" if item.default in (None, False) else f"`{item.default}`"
+            default = "" if item.default in (None, False) else f"`{_shown(item.default)}`"
             short = f", `{item.metadata['short']}`" if item.metadata["short"] else ""
             lines.append(f"| `--{name.replace('_', '-')}`{short} | {text} | {default} |")
     return "\n".join(lines) + "\n"

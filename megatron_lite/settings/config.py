@@ -44,6 +44,14 @@ class Model:
     attention_dropout: float = flag(0.1, "dropout of attention weights")
     hidden_dropout: float = flag(0.1, "dropout of what each block adds")
     init_method_std: float = flag(0.02, "standard deviation of initial weights")
+    num_experts: int | None = flag(None, "experts of each layer, in place of one MLP")
+    moe_router_topk: int = flag(2, "experts that a token goes to")
+    moe_ffn_hidden_size: int | None = flag(None, "width of an expert (--ffn-hidden-size)")
+    moe_router_pre_softmax: bool = flag(
+        False, "weights of experts are a softmax over all of them, not over those chosen"
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(None, "width of an expert that every token passes")
+    moe_shared_expert_gate: bool = flag(False, "a gate on that one")
     vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times tp")
 
@@ -56,6 +64,7 @@ class Parallel:
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
@@ -72,6 +81,18 @@ class Parallel:
         None, "communication (nccl with a GPU for every process, else gloo)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(10.0, "watchdog: give up on a silent rank after this long")
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Balance of experts, whose losses are no part of the loss that is logged"""
+
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",), "losses that keep experts equally busy: aux_loss, seq_aux_loss, none"
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "a coefficient for each of them")
+    moe_z_loss_coeff: float = flag(0.0, "coefficient of a loss that keeps the router's logits small")
+    moe_router_dtype: str | None = flag(None, "in which routers compute (the model's)", choices=("fp32", "fp64"))
 
 
 @dataclass(frozen=True)
@@ -219,6 +240,7 @@ class Settings:
 
     model: Model = Model()
     parallel: Parallel = Parallel()
+    balance: Balance = Balance()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()

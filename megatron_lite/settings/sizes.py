@@ -124,15 +124,19 @@ def check_sizes(
 
 def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if min(tp, pp) < 1:
-        raise LayoutError(f"tp = {tp}, pp = {pp}: parallel sizes have to be 1 or more")
+    if min(tp, pp, parallel.expert_model_parallel_size) < 1:
+        raise LayoutError(
+            f"tp = {tp}, pp = {pp}, ep = {parallel.expert_model_parallel_size}: parallel sizes have to be 1 or more"
+        )
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
         parallel.pipeline_model_parallel_layout,
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
-    return Layout(tp, pp, vpp, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+    return Layout(
+        tp, pp, vpp, parallel.expert_model_parallel_size, stage_layers=split_layers(config.layer_count, pp, vpp, split)
+    )
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
@@ -167,7 +171,12 @@ def check_flags(settings: Settings) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
+    balance = settings.balance
+    unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "none"}
     refused = [
+        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
+        (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
+         "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 and precision.fp16, "--bf16 and --fp16 contradict each other"),
         (not (training.train_iters or training.train_samples), "--train-iters (or --train-samples) is missing"),
         (training.train_iters and training.train_samples, "give --train-iters or --train-samples, not both"),

@@ -60,7 +60,7 @@ def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
     qkv = found["decoder.layers.2.self_attention.linear_qkv.weight"]
     assert [(run.row, run.rows, run.whole_row) for run in qkv.runs] == [(0, 16, 16)]
     down = found["decoder.layers.2.mlp.linear_fc2.weight"]
-    assert (down.runs[0].whole_col, down.layer, down.key) == (6, 2, "decoder.layers.mlp.linear_fc2.weight")
+    assert (down.runs[0].whole_col, down.stacked, down.key) == (6, ((2, 4),), "decoder.layers.mlp.linear_fc2.weight")
     assert found["decoder.layers.0.input_layernorm.weight"].key.endswith("linear_qkv.layer_norm_weight")
 
 

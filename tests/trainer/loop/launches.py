@@ -24,6 +24,7 @@ LLAMA = (
     "--lr 1e-3 --lr-warmup-iters 1 --log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1"
 )
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
+MIXTRAL = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 
 _context: Any = get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"])

@@ -89,7 +89,8 @@ def test_loading_and_saving_at_one_place_starts_afresh_and_goes_on(tmp_path: Pat
     """As all of Megatron-LM's scripts expect of the jobs of one run."""
     command = f"{SAVED} --load ckpt --train-iters 2 --exit-interval 1"
     (tmp_path / "ckpt").mkdir()
-    assert "nothing in ckpt yet: starting from random weights" in train(tmp_path, 1, command).log(0)
+    (tmp_path / "ckpt" / "notes.txt").write_text("of the first job")
+    assert "no checkpoint in ckpt yet: starting from random weights" in train(tmp_path, 1, command).log(0)
     assert "continuing after step 1" in train(tmp_path, 1, command).log(0)
     error = refused(tmp_path, f"{command} --finetune")
     assert "--load and --save are both ckpt, which holds a checkpoint: --resume continues that run" in error

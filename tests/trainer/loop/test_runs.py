@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megaconv
-from tests.trainer.loop.launches import LLAMA, TIED, launch, train
+from tests.trainer.loop.launches import LLAMA, MIXTRAL, TIED, launch, train
 
 
 def metrics(directory: Path) -> dict[int, float]:
@@ -111,6 +111,39 @@ def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
     diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
     assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+
+
+EXPERT_LAYOUTS = [
+    (4, "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
+    (4, "--pp 2 --ep 2 --use-distributed-optimizer --exit-interval 4"),
+    (2, "--ep 2 --exit-interval 6"),
+    (1, ""),
+]
+
+
+def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_path: Path) -> None:
+    command = f"pretrain {MIXTRAL} --train-iters 8 --resume --save ckpt"
+    train(tmp_path / "one", 1, command)
+    for size, words in EXPERT_LAYOUTS:
+        train(tmp_path / "moved", size, f"{command} {words}")
+    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    assert sorted(one) == sorted(moved) == list(range(1, 9))
+    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
+    diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
+    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+    megaconv.convert(tmp_path / "moved" / "ckpt", tmp_path / "hf", saver="hf")
+    prints = [megaconv.fingerprint(tmp_path / name) for name in ("hf", "moved/ckpt")]
+    assert prints[0].weights == prints[1].weights
+
+
+def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt --ep 2 --use-distributed-optimizer --bf16"
+    train(tmp_path / "whole", 2, command)
+    train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
+    train(tmp_path / "parts", 2, command)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
+    assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
 
 
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:

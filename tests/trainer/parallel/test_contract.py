@@ -175,6 +175,11 @@ def test_layouts_that_experts_can_not_have_are_refused(layout: Layout, message: 
         make_plan(FEATURES["mixtral"], layout, ModelOptions(), TensorGroup(None, 0, layout.tp))
 
 
+def test_a_mixture_is_not_compiled() -> None:
+    with pytest.raises(NotExpressible, match="can't be compiled yet"):
+        make_plan(FEATURES["mixtral"], Layout(stage_layers=(4,)), ModelOptions(compile=True), TensorGroup())
+
+
 def test_expert_parallel_sizes_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     layout = Layout(1, 1, 1, 4, stage_layers=(4,))
     with pytest.raises(LayoutError, match="etp x ep = 1 x 4 = 4 has to divide the tp x dp = 6 ranks"):

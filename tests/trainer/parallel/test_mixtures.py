@@ -26,7 +26,7 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Mixture:
 
     @property
     def directory(self) -> Path:
-        return FIXTURES / f"trainer-moe-{self.name}"
+        return FIXTURES / f"moe-{self.name}"
 
     def expected(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.directory / "expected.json").read_text())

@@ -98,7 +98,7 @@ def live_bytes(_rank: int, dtype: str, dp: int, distributed: bool) -> tuple[floa
     engine.finish()
     gc.collect()
     parameters = sum(tensor.numel() for _, _, tensor in engine.parameters())
-    found = (_tensor_bytes() - before) / parameters, engine.optimizer.bytes_per_parameter(dp)
+    found = (_tensor_bytes() - before) / parameters, engine.optimizer.bytes_per_parameter()
     grid.close()
     return found
 

@@ -63,10 +63,11 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
     values = {
         "bool": ("", True), "int | None": ("3", 3), "int": ("3", 3), "float | None": ("0.5", 0.5), "float": ("0.5", 0.5),
         "str | None": ("word", "word"), "str": ("word", "word"), "tuple[int, ...] | None": ("1 2 3", (1, 2, 3)),
-        "tuple[str, ...] | None": ("0.5 a", ("0.5", "a")),
+        "tuple[str, ...] | None": ("0.5 a", ("0.5", "a")), "tuple[str, ...]": ("0.5 a", ("0.5", "a")),
+        "tuple[float, ...]": ("0.5 1", (0.5, 1.0)),
     }  # fmt: skip
     kind = item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type))
-    kind = str(item.type) if "|" in str(item.type) else kind
+    kind = str(item.type) if "|" in str(item.type) or "[" in str(item.type) else kind
     text, expected = values[kind]
     if item.metadata["choices"]:
         text = expected = item.metadata["choices"][-1]
@@ -82,7 +83,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--lr high", "invalid float value: 'high'"),
         ("--normalization Batch", "invalid choice: 'Batch'"),
         ("--context-parallel-size 2", "--context-parallel-size 2 is not available"),
-        ("--num-experts=8", "--num-experts 8 is not available"),
+        ("--expert-tensor-parallel-size=8", "--expert-tensor-parallel-size 8 is not available"),
         ("--bf16 perhaps", "expected true or false"),
         ("--fp8-format hybrid", "--fp8-format: FP8 can't be had yet"),
         ("7", "is not a flag"),
@@ -121,8 +122,19 @@ EXAMPLES_OF_MEGATRON = {
         profile-step-start profile-step-end ckpt-format distributed-timeout-minutes save load tensorboard-dir
         fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
         """,
+    "mixtral 8x7B": """
+        use-mcore-models disable-bias-linear seq-length max-position-embeddings num-layers hidden-size ffn-hidden-size
+        num-attention-heads init-method-std attention-dropout hidden-dropout normalization position-embedding-type swiglu
+        untie-embeddings-and-output-weights group-query-attention num-query-groups no-masked-softmax-fusion
+        no-position-embedding rotary-base num-experts moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff
+        moe-grouped-gemm moe-token-dispatcher-type overlap-param-gather overlap-grad-reduce tokenizer-type tokenizer-model
+        data-path split micro-batch-size global-batch-size lr train-iters lr-decay-iters lr-decay-style min-lr weight-decay
+        lr-warmup-iters clip-grad bf16 tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size
+        use-distributed-optimizer sequence-parallel log-interval save-interval eval-interval eval-iters save load
+        tensorboard-dir no-load-optim no-load-rng
+        """,
 }
-"""Flags of the scripts in Megatron-LM's examples/gpt3 and examples/llama."""
+"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama and examples/mixtral."""
 
 
 @pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
@@ -176,7 +188,7 @@ def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -
         ("ckpt_format: zarr", "ckpt_format: choose one of torch_dist, torch"),
         ("- a\n- b", "should be a mapping"),
         ("a: [", "is not YAML"),
-        ("num_experts: 4", "--num-experts 4 is not available"),
+        ("context_parallel_size: 4", "--context-parallel-size 4 is not available"),
     ],
 )
 def test_a_yaml_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -243,6 +255,9 @@ def test_sizes_that_fit_are_worked_out() -> None:
 
 
 IMPOSSIBLE = [
+    ("--expert-model-parallel-size 2", 2, "the model has no experts"),
+    ("--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type sinkhorn can't be had yet"),
+    ("--moe-aux-loss-coeff 0.1 0.2", 1, "need as many words as numbers"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "2 x 2 = 4"),
     ("--tensor-model-parallel-size 4", 4, "kv_heads = 2"),
     ("--pipeline-model-parallel-size 3", 3, "layers = 4"),
