@@ -31,6 +31,7 @@ from megaconv.engine.stream import Stream, as_lazy
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
+from megaconv.families import only_text_converts
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from megaconv.engine.adapters.merging import MergedSource
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
+BESIDE = "--text-only: left out is what lies beside the language model: {}; --base ORIGINAL puts this back into an hf output of it"
 CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
 
 
@@ -102,8 +104,10 @@ class Report:
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
         code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
         optimizer = (LEFT_OUT,) if left_out else ()
+        named = ", ".join(f"{name} ({count} tensors)" for name, count in self.header.beside.items())
+        beside = (BESIDE.format(named),) if named else ()
         incomplete = completeness_notices(self.header, self.missing)
-        return (*incomplete, *self.merging, *optimizer, *self.check.notices, *code, *self.plan.notices)
+        return (*beside, *incomplete, *self.merging, *optimizer, *self.check.notices, *code, *self.plan.notices)
 
     @property
     def files(self) -> dict[str, int]:
@@ -142,6 +146,8 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     options = options or LoadOptions()
     path = resolve(str(place), metadata_only=options.metadata_only)
     name, found = registry.choose(path, loader)
+    if options.text_only and not getattr(found, "HAS_TEXT_ONLY", False):
+        raise UsageError(f"--text-only: {path}: --loader {name} reads language models alone; leave it out")
     registry.share_options(options.extra, {f"loader {name}": found})
     return name, LazySource(found.open(path, options))
 
@@ -416,9 +422,9 @@ def verify_fingerprint(
 ) -> None:
     """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed.
 
-    completed: the original may have added more tensors.
+    completed: the original may have added more tensors, and everything beside a language model.
     """
-    _, source = open_source(path)
+    _, source = open_source(path, options=LoadOptions(text_only=completed and only_text_converts(path)))
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")

@@ -16,7 +16,8 @@ app = typer.Typer(
 
 
 HEADINGS = {
-    "Input and output": "source target load_dir save_dir saver loader config base adapter option checkpoint_type true_vocab_size push",
+    "Input and output": "source target load_dir save_dir saver loader config base text_only adapter option "
+    "checkpoint_type true_vocab_size push",
     "Layout": "tp pp vpp ep etp layer_split first_layers last_layers account_for_embedding account_for_loss layout_string "
     "split_rank encoder_pp",
     "Form of the output": "ckpt_format transformer_impl grouped_experts vocab_divisor vocab_padding release max_shard_size dist_files",

@@ -50,6 +50,7 @@ def convert(
     max_shard_size: opt.MaxShardSize = "5GB",
     dist_files: opt.DistFiles = None,
     base: opt.Base = None,
+    text_only: opt.TextOnly = False,
     adapter: opt.Adapter = None,
     push: opt.Push = None,
     release: opt.Release = False,
@@ -99,7 +100,8 @@ def convert(
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base,
     )  # fmt: skip
     options = ConvertOptions(
-        loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
+        loader=loader or ("llama_mistral" if read_type else None), save=save,
+        load=LoadOptions(config, true_vocab_size, read_type, text_only=text_only),
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
         extra=opt.extra(option), check_source=check_source, adapters=tuple(map(adapter_choice, adapter or ())),
