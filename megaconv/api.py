@@ -8,10 +8,10 @@ from typing import Any
 from megaconv.commands.comparison import Diff, diff_sources, open_both, source_checks
 from megaconv.commands.inspection import inspect as inspect
 from megaconv.commands.verification import verify as verify
-from megaconv.engine.conversion import ConvertOptions, Report
 from megaconv.engine.conversion import convert as run_conversion
 from megaconv.engine.conversion import fingerprint as fingerprint
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import ConvertOptions, Report
 from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions, adapter_choice, byte_size, checkpoint_types, numbers
 

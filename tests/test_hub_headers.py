@@ -152,7 +152,7 @@ def test_an_empty_file_is_what_it_is_on_the_disk(hub: Hub, deep: Path) -> None:
 
 _READ_AFTER_ALL = f"""
 from formats.tensor import read_tensor
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.options import LoadOptions
 _, source = open_source("{NAME}", options=LoadOptions(metadata_only=True))
 print(next(read_tensor(tensor).tobytes().hex() for key, tensor in source.tensors() if key.name == "final_norm.weight"))

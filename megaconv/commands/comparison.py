@@ -13,8 +13,8 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
-from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import SourceCheck, check_source
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain

@@ -11,7 +11,7 @@ from formats import rank_files
 from formats.tensor import ITEMSIZE
 from megaconv.commands.units import readable as readable
 from megaconv.commands.units import share
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
 from megaconv.errors import CheckpointError
 from megaconv.hub import Place, resolve

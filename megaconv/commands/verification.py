@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from formats.opened import OpenedFiles
-from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
 from megaconv.families import only_text_converts

@@ -60,7 +60,7 @@ def _root(
 
 def stored_bytes(place: str, loader: str | None, options: Any) -> int:
     """The bytes of a checkpoint's tensors, for the bar of a command that reads all of them."""
-    from megaconv.engine.conversion import open_source
+    from megaconv.engine.preparation import open_source
 
     return open_source(place, loader, replace(options, metadata_only=True))[1].header.nbytes
 

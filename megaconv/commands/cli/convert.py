@@ -76,7 +76,7 @@ def convert(
     opt.check_model_type(model_type)
     load_dir = opt.one_place(source, load_dir, "input", "--load-dir")
     save_dir = opt.one_place(target, save_dir, "output", "--save-dir")
-    from megaconv.engine.conversion import ConvertOptions
+    from megaconv.engine.preparation import ConvertOptions
     from megaconv.engine.ranks import started_ranks
     from megaconv.model.layout import LayerSplit
     from megaconv.options import LoadOptions, SaveOptions, adapter_choice, byte_size, checkpoint_types, numbers
@@ -143,7 +143,7 @@ def _convert(
 ) -> None:
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
-    from megaconv.engine.conversion import open_input
+    from megaconv.engine.preparation import open_input
 
     metadata_only = replace(options, load=replace(options.load, metadata_only=True))
     try:
@@ -199,7 +199,7 @@ def _print_from_base(report: Any) -> None:
 
 def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
-    from megaconv.engine.conversion import prepare
+    from megaconv.engine.preparation import prepare
     from megaconv.hub import resolve
 
     place = resolve(load_dir, metadata_only=True)

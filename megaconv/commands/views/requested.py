@@ -12,8 +12,8 @@ from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
 from megaconv.commands.units import readable
 from megaconv.commands.views import layout, megatron_args, report, stats, tensors, tree
-from megaconv.engine.conversion import open_source
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import open_source
 from megaconv.engine.shifted import plain
 from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
