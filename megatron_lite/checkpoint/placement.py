@@ -2,8 +2,8 @@
 
 All of it follows from the family's table: a rank's tensor and the same tensor of a single rank are made of rectangles of
 the same canonical tensors, and where both hold a rectangle is what places one in the other. Layers of all stages lie under
-one key, stacked along a leading axis, and so do the experts of all ranks behind it; norms have Transformer Engine's names
-(megatron/core/dist_checkpointing).
+one key, stacked along a leading axis, where they are all alike, and under keys of their own where they differ; the experts of all
+ranks are stacked behind it; norms have Transformer Engine's names (megatron/core/dist_checkpointing).
 """
 
 import re
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from formats.tensor import Shape, matrix_shape
 from megaconv.families import family
+from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
@@ -79,11 +80,12 @@ def places(
     )
     whole = {native.name: native for native in native_tensors(rows, padded, CORE, single, 0, chunk, vocab_rows)}
     first = ep_rank * (config.experts.count // layout.ep)
+    layers = config.layer_count if stacks_layers(config) else None
     found = {}
     for native, other in zip(named, keyed, strict=True):
         expert = _EXPERT.fullmatch(other.name)
         entire = whole[_numbered(other.name, first)]
-        key, stacked = _key(other.name, chunk, config.layer_count)
+        key, stacked = _key(other.name, chunk, layers)
         if expert is not None:
             stacked = (*stacked, (first + int(expert[2]), config.experts.count))
         runs = tuple(_runs(native, entire))
@@ -100,12 +102,13 @@ def places(
     return found
 
 
-def _key(name: str, chunk: Chunk, layers: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """(without the numbers of layer and expert; the layer's, of how many)."""
+def _key(name: str, chunk: Chunk, layers: int | None) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """(without the number of an expert; the layer's, of how many). layers: None where they aren't stacked, but named."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name, ()
-    return _EXPERT.sub(r"\1.experts\3", match[1] + match[3]), ((chunk.first_layer + int(match[2]), layers),)
+    layer, inner = chunk.first_layer + int(match[2]), _EXPERT.sub(r"\1.experts\3", match[3])
+    return (match[1] + inner, ((layer, layers),)) if layers else (f"{match[1]}.{layer}{inner}", ())
 
 
 def _numbered(name: str, first: int) -> str:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from formats import rank_files
 from megaconv.families import family
+from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.megatron.states.names import core_order, extra_states
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE, core_naming
 from megaconv.model.natives import native_tensors
@@ -74,6 +76,8 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     found = tuple(_dist_shards(engine, chunk_places(engine), with_optimizer))
     objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
+    if not stacks_layers(engine.config):
+        common = {**common, "content_metadata": {**common.get("content_metadata", {}), "non_homogeneous_layers": True}}
     return Snapshot(common["iteration"], common, found, objects)
 
 
@@ -133,18 +137,22 @@ def _is_ours(place: Place, tp_rank: int) -> bool:
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
-    layers, content = engine.config.layer_count, empty_object()
-    modules = ["self_attention.linear_proj", "self_attention.linear_qkv"]
-    if not engine.config.experts.count:
-        modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif engine.config.experts.shared_ffn:
-        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
-    if impl == "transformer_engine":
-        modules.append("self_attention.core_attention")
+    config, content = engine.config, empty_object()
+    stacked = stacks_layers(config)
     for chunk in engine.grid.chunks():
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            for module in modules:
-                yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", content
+            number, place = ("", f"{layer}_{config.layer_count}") if stacked else (f"{layer}.", "0_1")
+            for module in _modules_with_states(config, layer, impl):
+                yield f"decoder.layers.{number}{module}._extra_state/shard_{place}", content
+
+
+def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
+    found = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    if config.has("dense", layer):
+        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    elif config.experts.shared_ffn:
+        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
 
 
 def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:

@@ -137,10 +137,6 @@ def _check_savable(settings: Settings, config: ModelConfig) -> None:
         return
     if saving.ckpt_format == "torch":
         raise UsageError("--ckpt-format torch can't be written for a mixture of experts yet; take torch_dist")
-    if len({kind.mlp for kind in config.layers}) > 1:
-        raise UsageError(
-            "a model of which some layers have experts and some have not can't be saved yet; leave --save out"
-        )
 
 
 def _sample_counts(settings: Settings, sizes: Sizes, progress: Progress) -> list[int]:

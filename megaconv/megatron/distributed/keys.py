@@ -21,6 +21,7 @@ from math import prod
 from formats.chunked import ChunkedTensor, joined
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Shape
+from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 
 EXTRA_STATE = "._extra_state"
@@ -121,6 +122,12 @@ def _norm_before_experts(name: str, names: Collection[str]) -> str:
     if found and found[3].startswith(_FC1_NORM) and f"{found[1]}{found[2]}.mlp.router.weight" in names:
         return f"{found[1]}{found[2]}.{_MLP_NORM}{found[3].removeprefix(_FC1_NORM)}"
     return name
+
+
+def stacks_layers(config: ModelConfig) -> bool:
+    """Whether layers lie under one key: core gives each layer keys of its own where layers differ."""
+    alike = not (config.experts.count and config.layers_with("dense"))
+    return alike and not config.has("linear_layers") and not config.has("mamba_layers")
 
 
 def stack(name: str, *, layers: bool, local: bool = False) -> tuple[str, Shape]:

@@ -19,7 +19,7 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
-from megaconv.megatron.distributed.keys import pieces, stack
+from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.optimizer.training_output import output_training
 from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
@@ -103,8 +103,7 @@ class GlobalModel:
             for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
             if native.copy is None or native.copy.written
         ]
-        alike = not (config.experts.count and config.layers_with("dense"))
-        stacked = alike and not config.has("linear_layers") and not config.has("mamba_layers")
+        stacked = stacks_layers(config)
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         for native in chain.from_iterable(map(pieces, natives)):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.model.fields import changed, from_fields
+from megaconv.model.fields import changed, fields_of, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megatron_lite.checkpoint.placement import flat_shards, places, shards
@@ -28,6 +28,8 @@ CONFIG = from_fields(
         "positions.theta": 1e4,
     },
 )
+
+EXPERT = "1.mlp.experts.local_experts.1.linear_fc2"
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)])
@@ -62,6 +64,17 @@ def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
     down = found["decoder.layers.2.mlp.linear_fc2.weight"]
     assert (down.runs[0].whole_col, down.stacked, down.key) == (6, ((2, 4),), "decoder.layers.mlp.linear_fc2.weight")
     assert found["decoder.layers.0.input_layernorm.weight"].key.endswith("linear_qkv.layer_norm_weight")
+
+
+def test_layers_that_differ_have_keys_of_their_own_and_only_experts_are_stacked() -> None:
+    mixed = {"layers.mlp": ["dense", "experts", "dense", "experts"], "experts.count": 4, "experts.ffn": 6}
+    config = from_fields("qwen3_moe", fields_of(CONFIG) | mixed)
+    layout = Layout(1, 2, 1, 2, stage_layers=(2, 2))
+    behind = layout.chunks()[1]
+    found = places(config, layout, 0, behind, 32, CORE, ep_rank=1)
+    dense, expert = (found[f"decoder.layers.{name}.weight"] for name in ("0.mlp.linear_fc2", EXPERT))
+    assert (dense.key, dense.stacked) == ("decoder.layers.2.mlp.linear_fc2.weight", ())
+    assert (expert.key, expert.stacked) == ("decoder.layers.3.mlp.experts.experts.linear_fc2.weight", ((3, 4),))
 
 
 @settings(deadline=None)  # a busy machine is no failure

@@ -1,0 +1,50 @@
+"""Models of which some layers have experts and some a dense MLP, saved, continued at another layout, and exported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import megaconv
+from tests.trainer.loop.launches import train
+from tests.trainer.loop.test_runs import metrics
+
+pytestmark = pytest.mark.oracle
+COMMAND = (
+    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --train-iters 4 "
+    "--log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 "
+    "--make-vocab-size-divisible-by 4 --transformer-impl local"
+)
+LAYOUTS = [(2, "--ep 2 --use-distributed-optimizer --exit-interval 2"), (2, "--pp 2")]
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A directory with `hf` in it: dense layers 0 and 2, experts in 1 and 3."""
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=40,
+        mlp_only_layers=[0, 2], norm_topk_prob=True, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
+    return tmp_path
+
+
+def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_exported(mixed: Path) -> None:
+    for name in ("one", "moved"):
+        (mixed / name).mkdir()
+        (mixed / name / "hf").symlink_to(mixed / "hf")
+    train(mixed / "one", 1, COMMAND)
+    for size, words in LAYOUTS:
+        train(mixed / "moved", size, f"{COMMAND} {words}")
+    one, moved = metrics(mixed / "one"), metrics(mixed / "moved")
+    assert sorted(one) == sorted(moved) == [1, 2, 3, 4]
+    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
+    diff = megaconv.diff(mixed / "one" / "ckpt", mixed / "moved" / "ckpt")
+    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+    megaconv.convert(mixed / "moved" / "ckpt", mixed / "back", saver="hf")
+    prints = [megaconv.fingerprint(mixed / name) for name in ("back", "moved/ckpt")]
+    assert prints[0].weights == prints[1].weights
