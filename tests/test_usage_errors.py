@@ -52,8 +52,8 @@ def convert(model: Path, *options: object, saver: str = "core") -> Outcome:
         ("--pp 2 --pipeline-model-parallel-layout Ettt|L", ["3 layers", "4"]),
         ("--pp 2 --pipeline-model-parallel-layout Etttt", ["Etttt", "expected E"]),
         ("--pp 2 --layer-split 2,2 --decoder-first-pipeline-num-layers 2", ["one layer split"]),
-        ("--ep 2", ["ep = 2", "no experts"]),
-        ("--etp 2", ["etp = 2", "no experts"]),
+        ("--ep 2", ["(ep) = 2:", "no experts"]),
+        ("--etp 2", ["(etp) = 2:", "no experts"]),
     ],
 )
 @pytest.mark.usefixtures("_no_reading")
@@ -62,6 +62,10 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(
 ) -> None:
     with unchanged(model.parent):
         assert_refused(convert(model, *options.split()), 2, *words)
+
+
+def test_a_size_that_is_too_small_is_refused_with_the_least(model: Path) -> None:
+    assert_refused(convert(model, "--max-memory", "1KiB"), 2, "'1KiB'", "4096 bytes", "unit")
 
 
 def test_layers_that_can_not_be_shared_out_evenly_are_refused_with_a_split_that_works(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
-        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see CONTRIBUTING.md"
+        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see docs/add-a-model.md"
     )
 
 

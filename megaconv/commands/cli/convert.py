@@ -173,7 +173,7 @@ def _print_summary(save_dir: str, report: Any) -> None:
 
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
-    show(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
+    show(f"{save_dir}: {report.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     verified = " (verified)" if report.verified else ""
     show(f"fingerprint {report.fingerprint.weights}{verified}")

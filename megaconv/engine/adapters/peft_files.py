@@ -109,6 +109,8 @@ class Adapter:
 
 def open_adapter(directory: Path) -> Adapter:
     """Raises CheckpointError for what is not a complete LoRA adapter, or is of a kind that can't be merged."""
+    if not directory.is_dir():
+        raise UsageError(f"--adapter {directory}: no such directory")
     if not (directory / CONFIG).is_file():
         raise UsageError(
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
