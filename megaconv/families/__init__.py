@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaconv import plugins
-from megaconv.errors import UnknownFamily
+from megaconv.errors import CheckpointError, UnknownFamily
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
 from megaconv.model.ceilings import require_countable
@@ -168,9 +168,14 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily."""
     raw = load_config(path)
     require_countable(raw, str(path))
-    with well_formed(str(path)):
-        found = family_of_hf(raw, str(path))
-        return found, found.read_hf(raw)
+    try:
+        with well_formed(str(path)):
+            found = family_of_hf(raw, str(path))
+            return found, found.read_hf(raw)
+    except CheckpointError as error:  # families know the file by its name alone
+        if str(error).startswith(f"{CONFIG_NAME}: "):
+            error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
+        raise
 
 
 def family(name: str) -> Family:

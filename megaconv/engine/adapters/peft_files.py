@@ -144,7 +144,9 @@ def read_config(path: Path) -> AdapterConfig:
             str(raw.get("base_model_name_or_path") or ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
-        raise CorruptCheckpoint(f"{path}: is not the configuration of a LoRA adapter ({error!r})") from error
+        raise CorruptCheckpoint(
+            f"{path}: is not the configuration of a LoRA adapter ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
