@@ -41,6 +41,16 @@ it: a container takes up to 250 bytes as a Python object."""
 PICKLE_VALUE_BYTES = 4
 """Of a pickle, for each container in it: checkpoints have from 6.5 on."""
 
+YAML_BYTES = 1 << 20
+"""run_config.yaml, model.yaml: some 30 kilobytes of settings."""
+
+YAML_VALUES = 20_000
+"""Of a YAML document, keys included, with what an alias stands for as often as it is named; a run's settings have 2,000. Where
+PyYAML has no libyaml it reads ten thousand a second."""
+
+YAML_DEPTH = 64
+"""Levels of a YAML document; a run's settings have six."""
+
 AXES = 64
 """Of a tensor: numpy's limit; torch's models have up to five."""
 

@@ -21,6 +21,8 @@ from formats.ceilings import AXES, AXIS
 from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.opened import note_checked
+from formats.partial_files import PartialFile
+from formats.partial_files import find as find_partial
 from formats.regular_files import open_regular, regular_size
 
 Bytes = NDArray[np.uint8]
@@ -119,13 +121,15 @@ class InputFile:
     size: int
     checks: list[EntryCheck] = field(default_factory=list, compare=False, repr=False)
     """Of its zip entries that were looked at."""
+    _partial: PartialFile | None = field(default=None, compare=False, repr=False)
+    """Where only some of its bytes are here."""
     _descriptor: int | None = field(default=None, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "InputFile":
         """Raises CorruptCheckpoint when there is no such regular file."""
-        file = cls(path, regular_size(path))
+        file = cls(path, regular_size(path), _partial=find_partial(path))
         note_checked(file)
         return file
 
@@ -138,6 +142,8 @@ class InputFile:
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill a contiguous buffer with the bytes from offset on."""
         view = out.data.cast("B")
+        if self._partial is not None:
+            self._partial.require(offset, offset + len(view))
         try:
             descriptor = self._descriptor if self._descriptor is not None else self._open()
             while view:

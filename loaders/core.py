@@ -1,4 +1,5 @@
-"""Megatron core in any format: rank directories (`torch`), `torch_dist`, `zarr`; any parallel layout."""
+"""Megatron core in any format: rank directories (`torch`), `torch_dist`, `zarr`; any parallel layout; also as Megatron-Bridge and
+NeMo 2 save it."""
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -16,7 +17,9 @@ from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import Naming, with_rope_last
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr"
+DESCRIPTION = (
+    "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr; Megatron-Bridge, NeMo 2"
+)
 OPTIONS = {
     "out_norm": "what a gated delta net's out_norm.weight is: `plain` (Megatron's local layers, transformers), or `zero_centered` "
     "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given",
@@ -41,6 +44,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
     naming = _with_indexer(naming_of(names), names, source.args, options.extra)
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
+    described += f" of {source.writer}" if source.writer else ""
     naming = _with_out_norm(naming, names, source.args, options.extra.get("out_norm"), distributed=distributed)
     return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed)
 

@@ -1,8 +1,11 @@
 """Hugging Face directories: config.json, and weights in safetensors or torch `.bin` files, single or sharded."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from formats.tensor import LazyTensor
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import has_weights, read_directory, whole_model
@@ -10,11 +13,15 @@ from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.hf_config import load_config, quant_method
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.language_model import inner_names
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
+HAS_TEXT_ONLY = True
 
 
 def detect(path: Path) -> bool:
@@ -24,7 +31,7 @@ def detect(path: Path) -> bool:
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for a directory that isn't a complete model of a known family."""
     directory = options.config or path
-    family, config = read_config(directory / CONFIG_NAME)
+    family, config = read_config(directory / CONFIG_NAME, text_only=options.text_only)
     if options.true_vocab_size not in (None, config.vocab):
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
@@ -32,6 +39,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     weights, found = read_directory(path)
     quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
     found = dequantize(found, quantized, options.dtype, weights.name)
+    beside = dict[str, int]()
+    if options.text_only:
+        found, config, beside = _language_model(found, config)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
@@ -47,8 +57,20 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         manifest,
         files=find_sidecars(directory),
         source=f"hf, {_kind(weights)}",
+        beside=beside,
     )
     return OpenedSource(header, tensors)
+
+
+def _language_model(
+    found: Mapping[str, LazyTensor], config: ModelConfig
+) -> tuple[dict[str, LazyTensor], ModelConfig, dict[str, int]]:
+    """Its tensors by the names of a model by itself; its configuration, tied where the files hold no head; what lies beside it."""
+    names = inner_names(found)
+    others = (name.split(".") for name in found if name not in names)
+    beside = Counter(".".join(words[: 2 if words[0] == "model" else 1]) for words in others)
+    kept = {new: found[old] for old, new in names.items()}
+    return kept, config if "lm_head.weight" in kept else changed(config, {"tie_embeddings": True}), dict(beside)
 
 
 def _kind(weights: Path) -> str:

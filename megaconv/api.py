@@ -8,10 +8,10 @@ from typing import Any
 from megaconv.commands.comparison import Diff, diff_sources, open_both, source_checks
 from megaconv.commands.inspection import inspect as inspect
 from megaconv.commands.verification import verify as verify
-from megaconv.engine.conversion import ConvertOptions, Report
 from megaconv.engine.conversion import convert as run_conversion
 from megaconv.engine.conversion import fingerprint as fingerprint
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import ConvertOptions, Report
 from megaconv.model.layout import LayerSplit
 from megaconv.options import LoadOptions, SaveOptions, adapter_choice, byte_size, checkpoint_types, numbers
 
@@ -36,6 +36,7 @@ def convert(
     checkpoint_type: str | None = None,
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
+    text_only: bool = False,
     dtype: str | None = None,
     optimizer: bool | None = None,
     verify: bool = False,
@@ -52,7 +53,8 @@ def convert(
     """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
 
     Sizes left out stay as the source has them. optimizer: whether its state goes along; None: where both sides can hold
-    it. check_source: a source that has a megaconv.json has to be what that says.
+    it. text_only: of a model that sees or hears, only the language model in it. check_source: a source that has a
+    megaconv.json has to be what that says.
     adapters: LoRA adapters to merge into the weights, each as `DIR` or `DIR:WEIGHT`.
     split_rank: how many of the pp stages are a T5's encoder's, the first ones. options: of
     the loader's and the saver's own, by key, as `megaconv formats` lists them. save_options: further options as on the command
@@ -69,7 +71,7 @@ def convert(
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     asked = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None),
-        load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type),
+        load=LoadOptions(Path(config) if config else None, true_vocab_size, read_type, text_only=text_only),
         save=SaveOptions(tp=tp, pp=pp, vpp=vpp, split=split, checkpoint_type=written_type, **save_options),
         dtype=dtype, optimizer=optimizer, max_memory=byte_size(max_memory), workers=workers, verify=verify, resume=resume,
         overwrite=overwrite,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.commands.inspection import Inspection, readable
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.engine.shifted import plain
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key

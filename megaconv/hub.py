@@ -5,12 +5,15 @@ and so are the names without an organisation that some old models have: `gpt2`.
 """
 
 import logging
+import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from formats.regular_files import read_small
+from megaconv import hub_headers
 from megaconv.errors import CheckpointError, UsageError
 
 Place = Path | str
@@ -46,6 +49,8 @@ _PATTERNS = [
     ),
 ]
 """Configuration, weights, and whatever travels along (megaconv/engine/sidecars.py); code is never downloaded."""
+_NEVER = ("*.py", "*/*")
+_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def scheme_of(uri: str) -> str:
@@ -54,10 +59,11 @@ def scheme_of(uri: str) -> str:
     return match[1].lower() if match else ""
 
 
-def resolve(place: str) -> Place:
+def resolve(place: str, *, metadata_only: bool = False) -> Place:
     """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Other URIs stay as they are.
 
-    Raises CheckpointError.
+    metadata_only: of safetensors files read the headers alone (`megaconv/hub_headers.py`); the path is good until the process
+    ends. Each call asks which commit the revision is: resolve a place once, and hand on the path. Raises CheckpointError.
     """
     if not place:
         raise UsageError("the path to read is empty; is a variable unset that it was made of?")
@@ -71,13 +77,11 @@ def resolve(place: str) -> Place:
         raise UsageError(
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
-    return _download(place, name, revision or None)
+    return _fetch(place, name, revision or None, metadata_only)
 
 
 def _of_page(place: str) -> str:
     """The Hub id of the address of a model's page; anything else as it is."""
-    import os
-
     match = _PAGE.fullmatch(place)
     address = re.match(r"https?://([^/]+)/(.*)", place)
     hosts = {
@@ -124,9 +128,7 @@ def _skipped(files: Sequence[str]) -> list[str]:
     return ["*.bin"] if any(name.endswith(".safetensors") for name in files) else [*_VARIANTS]
 
 
-def _download(place: str, name: str, revision: str | None) -> Path:
-    import os
-
+def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> Path:
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi, snapshot_download
@@ -137,15 +139,17 @@ def _download(place: str, name: str, revision: str | None) -> Path:
         # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
         found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
         files = [sibling.rfilename for sibling in found.siblings or ()]
-        skip = _skipped(files)
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=[*skip, "*.py", "*/*"])
-        )
+        skip = [*_skipped(files), *_NEVER]
+        if metadata_only and (headers := _headers(place, name, str(found.sha), files, skip)):
+            return headers
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=skip))
     except Exception as error:  # the client's network errors have no class in common with its own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = hub_headers.reason(error)
         try:
-            kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", "*.py", "*/*"]}
+            kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", *_NEVER]}
             cached = Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
+            if not any(_fits(file.name, _WEIGHTS) for file in cached.iterdir()):  # only its headers were asked for then
+                raise FileNotFoundError(cached)
             _log.warning(
                 "%s: the Hub can't be asked (%s); taking what was downloaded before: %s", place, reason, cached
             )
@@ -155,3 +159,29 @@ def _download(place: str, name: str, revision: str | None) -> Path:
                 f"{place}: {both}the model can't be fetched from the Hugging Face Hub: {reason}",
                 code="hub-unreachable",
             ) from error
+
+
+def _headers(place: str, name: str, commit: str, files: Sequence[str], skip: Sequence[str]) -> Path | None:
+    """A directory with the headers of the weights; None where they are here already, or have to be downloaded, which is said."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    wanted = [file for file in files if _fits(file, _PATTERNS) and not _fits(file, skip)]
+    absent = [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
+    if any(file.endswith(".bin") for file in absent):
+        _log.warning("%s: has torch files, whose headers can't be read by themselves: they are downloaded", place)
+        return None
+    weights = [file for file in wanted if file.endswith(hub_headers.SUFFIX)]
+    if not set(weights) & set(absent):
+        return None
+    # Of the commit, not of the branch, which may move between two requests.
+    small = [file for file in wanted if file not in weights]
+    cached = Path(snapshot_download(name, revision=commit, allow_patterns=small, ignore_patterns=[*skip, *weights]))
+    try:
+        return hub_headers.directory(name, commit, [cached / file for file in small], weights)
+    except hub_headers.NoRanges:
+        _log.warning("%s: the server answers no range requests: the weights are downloaded", place)
+        return None
+
+
+def _fits(file: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(file, pattern) for pattern in patterns)

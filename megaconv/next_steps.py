@@ -41,7 +41,8 @@ DIRECTORIES = (
     Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
     Kind(
         ("*.nemo",),
-        "holds a NeMo archive ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
+        "holds a NeMo 1 archive ({name}), which can't be read as it is; unpack it (tar xf), and give the directory that comes "
+        "out, or export it with NeMo",
     ),
     Kind(
         ("zero_to_fp32.py", "global_step*", "zero_pp_rank_*", "*_optim_states.pt"),
@@ -49,8 +50,25 @@ DIRECTORIES = (
         "names, or *_model_states.pt with *_optim_states.pt",
     ),
     Kind(
-        ("model_weights", "weights/.metadata", "context/model.yaml"),
-        "is a NeMo checkpoint ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
+        ("model_weights/metadata.json",),
+        "is a NeMo 1 checkpoint, whose tensors alone can be read: give its model_weights/, and --config with the Hugging Face "
+        "directory of the model",
+    ),
+    Kind(
+        ("model_weights", "model_weights.ckpt"),
+        "is a NeMo 1 checkpoint ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
+    ),
+    Kind(
+        ("context/model.yaml", "context/io.json"),
+        "has {name} of NeMo 2 and no weights/.metadata, which says where its tensors lie; copy the whole checkpoint, hidden files "
+        "included",
+        incomplete=True,
+    ),
+    Kind(
+        ("run_config.yaml",),
+        "has {name} of Megatron-Bridge and no .metadata, which says where its tensors lie; copy the whole checkpoint, hidden files "
+        "included",
+        incomplete=True,
     ),
     Kind(
         ("consolidated.*",),
@@ -83,7 +101,11 @@ REMAINS = (
 """Said only where no checkpoint lies below."""
 FILES = (
     Kind(("*.gguf",), "is a GGUF file, which can't be read; convert the model's Hugging Face directory"),
-    Kind(("*.nemo",), "is a NeMo archive, which can't be read; export it to a Hugging Face directory with NeMo"),
+    Kind(
+        ("*.nemo",),
+        "is a NeMo 1 archive, which can't be read as it is; unpack it (tar xf), and give the directory that comes out, or "
+        "export it with NeMo",
+    ),
     Kind(
         ("*.tar", "*.tar.gz", "*.tgz", "*.zip", "*.tar.zst", "*.7z"),
         "is an archive; unpack it and give the directory that comes out",

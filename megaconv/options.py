@@ -25,6 +25,8 @@ class LoadOptions:
     """What quantized weights become (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
+    text_only: bool = False
+    """Of a model that sees or hears, only the language model in it; from Hugging Face directories."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """What the loader alone knows, by the keys that its OPTIONS lists."""
 

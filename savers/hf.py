@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
-from megaconv.engine.base_model import CopiedTensors, open_base
+from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
-from megaconv.families import family
+from megaconv.engine.weight_files import hf_namings
+from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.naming import HF
-from megaconv.model.natives import native_tensors
+from megaconv.model.naming import HF, Naming
+from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.options import SaveOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
@@ -34,15 +35,15 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config, table = header.config, family(header.config.family)
     if config.head.activation and "activation" in options.allow_lossy:
         config = changed(config, {"head.activation": config.mlp.activation})
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    listed = list(native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab))
-    natives = [native for native in listed if native.copy is None or native.copy.written]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
     files |= copies(header.files)
+    overflow = "overflow" in options.allow_lossy
+    base = open_base(options.base, config.dtype, overflow=overflow) if options.base is not None else None
+    listed = _natives(table, config, HF) if base is None else _as_in(base, table, config)
+    natives = [native for native in listed if native.copy is None or native.copy.written]
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
-    if options.base is not None:
-        base = open_base(options.base, config.dtype, overflow="overflow" in options.allow_lossy)
-        names = base.names_of({native.name: native.shape for native in natives}, {native.name for native in listed})
+    if base is not None:
+        names = base.names_of(_shapes(natives), {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
         more = {name: path for name, path in base.files().items() if name not in files}
         files |= copies(more)
@@ -60,6 +61,21 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     # Only Megatron's checkpoints have a layout: from another source nothing passes between two ways to compute the model.
     notices = table.notices(config) if header.layout is not None else ()
     return OutputPlan(files, placements, notices=notices, from_base=added)
+
+
+def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    return list(native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab))
+
+
+def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTensor]:
+    """Spelled as the original has them: experts each for itself, or all of a layer in one tensor."""
+    spelled = [_natives(table, config, naming) for naming in hf_namings(base.tensors)]
+    return max(spelled, key=lambda natives: base.fitting(_shapes(natives)))
+
+
+def _shapes(natives: Sequence[NativeTensor]) -> dict[str, Shape]:
+    return {native.name: native.shape for native in natives}
 
 
 def _shards(

@@ -5,12 +5,15 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 LARGE = 4096
 """Files from this size on go by LFS; the real Hub also looks at what is in them."""
@@ -46,6 +49,15 @@ class Hub(ThreadingHTTPServer):
         self.dies_at_commit = False
         self.answers: dict[str, int] = {}
         """Status by a part of the path: what the server refuses."""
+        self.has_ranges = True
+        self.served: dict[str, int] = {}
+        """Bytes that went out by the name of the file."""
+        self.after_first_range: Callable[[], None] = lambda: None
+        """Called once a range has gone out."""
+        self.redirects = False
+        """Whether large files are served by another host, as the real Hub's are."""
+        self.tokens_elsewhere: list[str] = []
+        """What that host was told about who asks."""
 
     @property
     def address(self) -> str:
@@ -70,6 +82,23 @@ def running() -> Iterator[Hub]:
         yield server
         server.shutdown()
         thread.join()
+
+
+def prepare_client(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
+    """The environment of a machine whose Hub this is."""
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "HF_ENDPOINT": address,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": "hf_x",
+        "HF_HOME": str(home / "hf-home"),
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
 
 
 def git_id(content: bytes) -> str:
@@ -183,8 +212,34 @@ class _Request(BaseHTTPRequestHandler):
         if name not in self.server.commits[oid]:
             self.answer({}, 404, {"X-Error-Code": "EntryNotFound"})
             return
-        content = self.server.commits[oid][name].content
-        self.answer(content, 200, {"X-Repo-Commit": oid, "ETag": f'"{sha256(content).hexdigest()}"'})
+        file, commit = self.server.commits[oid][name], {"X-Repo-Commit": oid}
+        if file.lfs and self.server.redirects:
+            where = f"http://localhost:{self.server.server_port}/stored/{oid}/{name}"
+            self.answer(b"", 302, commit | {"Location": where, "X-Linked-Size": str(len(file.content))})
+        else:
+            self.send(name, file.content, commit)
+
+    def stored(self, oid: str, name: str) -> None:
+        self.server.tokens_elsewhere += self.headers.get_all("Authorization", [])
+        self.send(name, self.server.commits[oid][name].content, {})
+
+    def send(self, name: str, content: bytes, headers: dict[str, str]) -> None:
+        headers = headers | {"ETag": f'"{sha256(content).hexdigest()}"'}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None or not self.server.has_ranges:
+            self.serve(name, content, 200, headers)
+        elif int(asked[1]) >= len(content):
+            self.serve(name, b"", 416, headers | {"Content-Range": f"bytes */{len(content)}"})
+        else:
+            first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+            told = {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
+            self.serve(name, content[first : last + 1], 206, headers | told)
+            self.server.after_first_range()
+
+    def serve(self, name: str, content: bytes, status: int, headers: dict[str, str]) -> None:
+        if self.command == "GET":
+            self.server.served[name] = self.server.served.get(name, 0) + len(content)
+        self.answer(content, status, headers)
 
     # Uploading.
 
@@ -268,6 +323,7 @@ _ROUTES = {
     rf"/{_REPOSITORY}\.git/info/lfs/objects/batch": "batch",
     rf"/{_REPOSITORY}/resolve/([^/]+)/(.+)": "resolve",
     r"/upload/(\w+)": "upload",
+    r"/stored/(\w+)/(.+)": "stored",
 }
 """By the first that fits."""
 

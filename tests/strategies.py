@@ -125,9 +125,11 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
 def hybrid_fields(pattern: str, groups: int = 2, experts: int = 4, width: int = 4) -> dict[str, Any]:
     """Of a Nemotron-H with these layers. width: of its experts."""
     mamba = {"mamba.heads": 2 * groups, "mamba.head_dim": 3, "mamba.groups": groups, "mamba.state": 5}
-    widths = {"experts.count": experts, "experts.per_token": 1, "experts.ffn": width, "experts.shared_ffn": width}
+    widths = {"experts.count": experts, "experts.ffn": width, "experts.shared_ffn": width}
+    # Of one expert alone the weight is none to be divided by the sum.
+    chosen = {"experts.per_token": min(2, experts), "experts.renormalize": experts > 1}
     groups_of_all = {"experts.scale": 1.0, "experts.groups": 1, "experts.group_topk": 1}
-    routed = {**widths, **groups_of_all, "experts.router_bias": True, "experts.score": "sigmoid"}
+    routed = {**widths, **chosen, **groups_of_all, "experts.router_bias": True, "experts.score": "sigmoid"}
     others = {**families()["nemotron_h"].fixed, **dict.fromkeys(BIASES_AND_NORMS, False)}
     return {**layer_fields(pattern, "the test"), **others, **mamba, **(routed if "E" in pattern else {})}
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from formats.tensor import Box, matrix_shape, read_tensor
 from megaconv.engine.adapters.merging import merge
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.options import AdapterChoice
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run

@@ -38,6 +38,7 @@ ROOMS = {
         ("megaconv.model",),
         (
             "megaconv.hub",
+            "megaconv.hub_headers",
             "megaconv.plugins",
             "megaconv.errors",
             "megaconv.terminal",

@@ -14,7 +14,7 @@ import torch
 
 import megaconv
 from formats import torch_zip
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.errors import CheckpointError, CorruptCheckpoint, LayoutError
 from megaconv.families import families, read_config
 from megaconv.megatron.arguments.read import read_layout

@@ -11,7 +11,8 @@ import torch
 
 import megaconv
 from megaconv.commands.demo import _make_tokenizer
-from megaconv.engine.conversion import ConvertOptions, convert
+from megaconv.engine.conversion import convert
+from megaconv.engine.preparation import ConvertOptions
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import run

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import fingerprint_source
+from megaconv.engine.preparation import open_source
 from megaconv.errors import CheckpointError
 from tests.models import write_llama
 from tests.runs import run

@@ -519,14 +519,14 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path, transpo
         )
     shrink = f"""
 from pathlib import Path
-from megaconv.engine import conversion
-opened = conversion.open_source
+from megaconv.engine import preparation
+opened = preparation.open_source
 def then_shrink(*arguments):
     source = opened(*arguments)
     with Path({str(file)!r}).open("r+b") as stream:
         stream.truncate(5000)
     return source
-conversion.open_source = then_shrink
+preparation.open_source = then_shrink
 """
     outcome = finish(
         start("convert", "--load-dir", model, "--saver", "core", "--save-dir", tmp_path / "out", before=shrink)

@@ -378,13 +378,6 @@ CASES = [
     Refused(
         "gemma", {"architectures": ["Gemma3nForCausalLM"]}, {}, UnknownFamily, "can't be converted: of Gemma 3, only"
     ),
-    Refused(
-        "gemma",
-        {"architectures": ["Llama4ForConditionalGeneration"]},
-        {},
-        UnknownFamily,
-        "can't be converted: of Llama 4, only",
-    ),
     Refused("llama4", {"num_experts_per_tok": 2}, {}, NotExpressible, "leaves that of a single one as it is"),
     Refused("llama4", {"attn_temperature_tuning": False}, {}, NotExpressible, "attn_temperature_tuning should be true"),
     Refused("llama4", {"attention_chunk_size": 64}, {}, UnknownFamily, "attention_chunk_size 64 .* only 8192"),

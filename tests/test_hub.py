@@ -181,14 +181,15 @@ def test_a_model_is_read_from_the_hub(online: Hub, models: dict[str, Path], plac
 
 
 def test_only_what_is_needed_is_downloaded(online: Hub) -> None:
-    assert megaconv("inspect", "hf://org/name", "--json").status == 0
+    assert megaconv("fingerprint", "hf://org/name").status == 0
     assert sorted(online.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_what_has_been_downloaded_is_not_downloaded_again(online: Hub) -> None:
-    first = megaconv("inspect", "org/name")
+    first = megaconv("fingerprint", "org/name")
     downloads = len(online.downloaded)
-    assert megaconv("inspect", "org/name").out == first.out
+    assert megaconv("fingerprint", "org/name").out == first.out
+    assert megaconv("inspect", "org/name").status == 0
     assert len(online.downloaded) == downloads
 
 
@@ -277,7 +278,7 @@ def test_a_page_that_is_no_models_is_refused() -> None:
 
 def test_a_repository_in_the_cache_stands_for_its_branch_main(online: Hub, tmp_path: Path) -> None:
     for place in ("org/name@v2", "org/name"):
-        assert megaconv("inspect", place).status == 0
+        assert megaconv("fingerprint", place).status == 0
     cached = tmp_path / "hf-home" / "hub" / "models--org--name"
     assert run("fingerprint", cached).out == megaconv("fingerprint", "org/name").out
     (cached / "refs" / "main").unlink()
@@ -293,5 +294,5 @@ def test_a_repository_in_the_cache_stands_for_its_branch_main(online: Hub, tmp_p
 )
 def test_one_set_of_weights_is_downloaded(online: Hub, others: tuple[str, ...], skipped: bool) -> None:
     online.commits[COMMITS["main"]] |= dict.fromkeys(others, b'{"of": "its own"}')
-    assert megaconv("inspect", "org/name").status == 0
+    assert megaconv("fingerprint", "org/name").status == 0
     assert [name in online.downloaded for name in others] == [not skipped] * len(others)

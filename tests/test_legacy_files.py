@@ -13,7 +13,8 @@ from formats.tensor import Box, read_tensor
 from loaders import core as core_loader
 from loaders import legacy as legacy_loader
 from megaconv.checkpoint import open_checkpoint
-from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
+from megaconv.engine.conversion import convert, fingerprint
+from megaconv.engine.preparation import ConvertOptions, open_source
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UnknownFormat
 from megaconv.megatron.states.legacy_names import flatten, nest, present
 from megaconv.model.layout import LayerSplit

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 
-from megaconv.engine.conversion import ConvertOptions, convert, fingerprint
+from megaconv.engine.conversion import convert, fingerprint
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import families, family
 from megaconv.families.parts.hf_config import load_config

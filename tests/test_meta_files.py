@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
+from megaconv.engine.conversion import convert, fingerprint
+from megaconv.engine.preparation import ConvertOptions, open_source
 from megaconv.errors import CheckpointError
 from megaconv.families.parts.meta_params import ffn_width, write_params
 from megaconv.model.fields import changed

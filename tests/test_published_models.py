@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaconv.engine.conversion import ConvertOptions, prepare
+from megaconv.engine.preparation import ConvertOptions, prepare
 from megaconv.families import family_of_hf
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.write import to_arguments

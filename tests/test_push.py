@@ -35,19 +35,7 @@ def model(core: Path) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with hub_server.running() as server:
-        for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in {
-            "HF_ENDPOINT": server.address,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_TOKEN": "hf_x",
-            "HF_HOME": str(tmp_path / "hf-home"),
-            "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-        }.items():
-            monkeypatch.setenv(name, value)
+        hub_server.prepare_client(monkeypatch, server.address, tmp_path)
         yield server
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from formats.tensor import read_tensor
 from megaconv.checkpoint import open_checkpoint
-from megaconv.engine.conversion import ConvertOptions, convert
+from megaconv.engine.conversion import convert
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.options import SaveOptions
 from tests.conftest import FIXTURES
 from tests.put_together import assert_holds, rank_files

@@ -21,7 +21,8 @@ from formats.tensor import Box, read_tensor
 from megaconv.checkpoint import open_checkpoint
 from megaconv.engine import conversion
 from megaconv.engine.cast import CastTensor
-from megaconv.engine.conversion import ConvertOptions, fingerprint
+from megaconv.engine.conversion import fingerprint
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.model.fields import config_differences

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.tensor import Box
-from megaconv.engine.conversion import ConvertOptions, prepare
 from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
+from megaconv.engine.preparation import ConvertOptions, prepare
 from megaconv.engine.shares import share_out
 from megaconv.errors import TensorMismatch
 from megaconv.model.natives import Region

@@ -13,7 +13,8 @@ import megaconv
 from formats.opened import OpenedFiles
 from formats.regular_files import read_small, regular_size
 from formats.tensor import Box, Bytes, FileTensor
-from megaconv.engine.conversion import ConvertOptions, convert
+from megaconv.engine.conversion import convert
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.errors import CorruptCheckpoint
 from megaconv.options import LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
@@ -130,13 +131,13 @@ def test_what_a_source_opens_later_is_watched_too(
     """As a loader of somebody else's may."""
     later = model.parent / "later"
     later.write_text("content")
-    tensors = megaconv.engine.conversion.LazySource.tensors
+    tensors = megaconv.engine.preparation.LazySource.tensors
 
     def opening(self: Any) -> Iterator[Any]:
         regular_size(later)
         yield from tensors(self)
 
-    monkeypatch.setattr("megaconv.engine.conversion.LazySource.tensors", opening)
+    monkeypatch.setattr("megaconv.engine.preparation.LazySource.tensors", opening)
     meanwhile(lambda: replace(later))
     with pytest.raises(CorruptCheckpoint, match=f"{later}: was replaced"):
         convert(model, model.parent / "out", "core", ConvertOptions())

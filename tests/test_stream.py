@@ -16,8 +16,8 @@ from formats.tensor import Box, Bytes, LazyTensor, read_tensor
 from loaders import hf as loader
 from megaconv import registry
 from megaconv.engine import conversion
-from megaconv.engine.conversion import ConvertOptions
 from megaconv.engine.plan import OutputPlan
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.engine.stream import MAX_WAITING, ArrayTensor, Stream, as_lazy
 from megaconv.errors import Cancelled, CheckpointError, TensorMismatch
 from megaconv.model.ir import Header, Key, Source, TensorInfo

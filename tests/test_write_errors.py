@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from formats import renames
-from megaconv.engine.conversion import ConvertOptions, convert, fingerprint
+from megaconv.engine.conversion import convert, fingerprint
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.errors import CheckpointError, NotEnoughSpace
 from megaconv.options import SaveOptions
 from tests.models import write_llama

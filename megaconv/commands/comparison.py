@@ -13,8 +13,8 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
-from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import SourceCheck, check_source
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
@@ -93,7 +93,7 @@ def open_both(
     a: str | Path, b: str | Path, options: LoadOptions, loaders: tuple[str | None, str | None]
 ) -> tuple[Source, Source]:
     """Both checkpoints; each loader gets those of the options of its own that it knows. Raises CheckpointError."""
-    places = [resolve(str(place)) for place in (a, b)]
+    places = [resolve(str(place), metadata_only=options.metadata_only) for place in (a, b)]
     chosen = [registry.choose(place, name) for place, name in zip(places, loaders, strict=True)]
     takers = {f"loader {name} of {side}": found for side, (name, found) in zip("AB", chosen, strict=True)}
     extras = registry.share_options(options.extra, takers)

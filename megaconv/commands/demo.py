@@ -12,8 +12,9 @@ import numpy as np
 from formats.safetensors import SafetensorsLayout
 from megaconv.commands.comparison import diff_sources
 from megaconv.commands.inspection import inspect
-from megaconv.engine.conversion import ConvertOptions, convert, fingerprint, open_source
+from megaconv.engine.conversion import convert, fingerprint
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import ConvertOptions, open_source
 from megaconv.engine.rounding import rounded
 from megaconv.errors import ModelsDiffer, TargetExists
 from megaconv.families.llama import FAMILY

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats import rank_files
 from formats.tensor import ITEMSIZE
-from megaconv.commands.survey import Survey, survey
 from megaconv.commands.units import readable as readable
 from megaconv.commands.units import share
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
 from megaconv.errors import CheckpointError
 from megaconv.hub import Place, resolve
@@ -22,6 +21,9 @@ from megaconv.model.fields import fields_of
 from megaconv.model.ir import WEIGHT, Header, weight_kinds
 from megaconv.model.pattern import SYMBOLS, pattern_of
 from megaconv.options import LoadOptions
+
+if TYPE_CHECKING:
+    from megaconv.commands.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -204,34 +206,37 @@ def inspect(
 ) -> Inspection:
     """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
     if it has one. Raises CheckpointError."""
-    options = options or LoadOptions()
-    name, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=False))
+    options, place = options or LoadOptions(), resolve(str(path), metadata_only=True)
+    name, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=False))
     overridden = options.config is not None or options.true_vocab_size is not None
-    record = find_record(resolve(str(path))) if check_source and not overridden else None
+    record = find_record(place) if check_source and not overridden else None
     differences = None if record is None else record.other_tensors(source.header.manifest)
-    place = resolve(str(path))
     return Inspection(
         str(path),
         name,
         source.header,
         differences,
         disk_bytes(place),
-        _optimizer_bytes(path, options, name, source.header),
+        _optimizer_bytes(place, options, name, source.header),
     )
 
 
 def look(
     path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
-) -> Inspection | Survey:
+) -> "Inspection | Survey":
     """What a checkpoint is; or, where no loader knows what model it is, what its files hold. Raises CheckpointError."""
+    place = resolve(str(path), metadata_only=True)
     try:
-        return inspect(path, options, loader, check_source=check_source)
+        return replace(inspect(place, options, loader, check_source=check_source), path=str(path))
     except CheckpointError as error:
-        place = "" if loader is not None or error.code == "no-such-input" else resolve(str(path))
-        found = survey(place, error) if isinstance(place, Path) else None
+        if loader is not None or error.code == "no-such-input" or not isinstance(place, Path):
+            raise
+        from megaconv.commands.survey import survey  # which imports every format
+
+        found = survey(place, error)
         if found is None:
             raise
-        return found
+        return replace(found, path=str(path))
 
 
 def disk_bytes(place: Place) -> int | None:
@@ -242,11 +247,11 @@ def disk_bytes(place: Place) -> int | None:
     return sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
 
 
-def _optimizer_bytes(path: str | Path, options: LoadOptions, loader: str, header: Header) -> int | None:
+def _optimizer_bytes(place: Place, options: LoadOptions, loader: str, header: Header) -> int | None:
     if header.training.optimizer is None:
         return None
     try:
-        _, source = open_source(path, loader, replace(options, metadata_only=True, optimizer=True))
+        _, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=True))
     except CheckpointError:  # whoever converts it is told what is wrong with it
         return None
     return sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT)

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from megaconv import registry
 from megaconv.commands.model_card import CARD, describe
-from megaconv.engine.conversion import ConvertOptions, convert, open_source
+from megaconv.engine.conversion import convert
+from megaconv.engine.preparation import ConvertOptions, open_source
 from megaconv.engine.record import check_source, find_record
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME

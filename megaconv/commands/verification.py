@@ -1,16 +1,17 @@
 """Reads a checkpoint back against the fingerprints that were recorded when it was written: `megaconv.verify(path)`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from formats.opened import OpenedFiles
-from megaconv.engine.conversion import open_source
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer, UsageError
+from megaconv.families import only_text_converts
 from megaconv.hub import Place, resolve
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
@@ -57,8 +58,13 @@ def verify(
     Raises CorruptCheckpoint where no fingerprints were recorded, ModelsDiffer where a changed file lets nothing be opened, and
     whatever opening the checkpoint raises.
     """
-    record = _need_record(resolve(str(path)))
+    place = resolve(str(path))
+    record = _need_record(place)
     changed = record.changed_files()
+    if isinstance(place, Path) and only_text_converts(
+        place
+    ):  # then the record is of what was put back into the original
+        options = replace(options or LoadOptions(), text_only=True)
     opened = OpenedFiles()
     with opened:
         try:

@@ -20,11 +20,9 @@ from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.hf_config import QUANTIZATION, load_config
 from megaconv.families.parts.keys import CONFIG_NAME
-
-_INSIDE = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
-"""(beginning of a name, what stands there in a model that has a language model as a part)."""
+from megaconv.families.parts.language_model import INSIDE, TEXT, put_inside
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,21 @@ class BaseModel:
     directory: Path
     tensors: Mapping[str, LazyTensor]
 
+    def fitting(self, natives: Mapping[str, Shape]) -> int:
+        """How many of these tensors it has, in their shapes, by whichever name."""
+
+        def has(name: str, shape: Shape) -> bool:
+            return name in self.tensors and tuple(self.tensors[name].shape) == shape
+
+        return max(sum(has(put_inside(name, *words), shape) for name, shape in natives.items()) for words in INSIDE)
+
     def names_of(self, natives: Mapping[str, Shape], optional: Collection[str] = ()) -> dict[str, str]:
         """What the original calls these tensors. Raises TensorMismatch unless it has all of them, in their shapes.
 
         optional: tensors that it may have as well.
         """
-        begin, inside = max(_INSIDE, key=lambda words: sum(_inside(name, *words) in self.tensors for name in natives))
-        names = {name: _inside(name, begin, inside) for name in natives}
+        begin, inside = max(INSIDE, key=lambda words: sum(put_inside(name, *words) in self.tensors for name in natives))
+        names = {name: put_inside(name, begin, inside) for name in natives}
         for name, shape in natives.items():
             found = self.tensors.get(names[name])
             if found is None or tuple(found.shape) != shape:
@@ -48,7 +54,7 @@ class BaseModel:
                 raise TensorMismatch(
                     f"{self.directory}: is not the original of this model, which has {name} {list(shape)}; it has {has}"
                 )
-        return names | {name: _inside(name, begin, inside) for name in optional}
+        return names | {name: put_inside(name, begin, inside) for name in optional}
 
     def missing(self, held: Collection[str], ignored: Sequence[str]) -> dict[str, LazyTensor]:
         """What it has beside these; ignored: patterns of names that hold nothing of a model."""
@@ -61,7 +67,9 @@ class BaseModel:
     def config_json(self, dtype: str) -> bytes:
         """Its config.json, with the dtype that the weights now have."""
         config = load_config(self.directory / CONFIG_NAME)
-        config.pop("quantization_config", None)
+        for part in (config, config.get(TEXT)):
+            if isinstance(part, dict):
+                part.pop(QUANTIZATION, None)
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -76,10 +84,6 @@ class BaseModel:
             and path.name[0] != "."
             and path.stat().st_size <= SIDECAR_BYTES
         }
-
-
-def _inside(name: str, begin: str, inside: str) -> str:
-    return inside + name[len(begin) :] if name.startswith(begin) else name
 
 
 def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel:

@@ -2,264 +2,31 @@
 
 import hashlib
 import json
-import resource
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from formats.opened import OpenedFiles
 from formats.staging import Staging
-from formats.tensor import ITEMSIZE, LazyTensor
-from megaconv import registry
 from megaconv._version import __version__
-from megaconv.engine.adapters.merging import MergedSource, merge
-from megaconv.engine.cast import CastSource, dtype_name
-from megaconv.engine.completeness import completeness_notices, missing_parts
-from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
-from megaconv.engine.plan import OutputPlan, block_bytes, default_workers, memory_needed
+from megaconv.engine.plan import block_bytes, default_workers
+from megaconv.engine.preparation import ConvertOptions, Report, open_source, prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
-from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
+from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.shares import Share, share_out
-from megaconv.engine.shifted import PlainSource
-from megaconv.engine.sidecars import code_left_out
-from megaconv.engine.stored_forms import StoredSource
-from megaconv.engine.stream import Stream, as_lazy
+from megaconv.engine.stream import Stream
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
+from megaconv.families import only_text_converts
 from megaconv.hub import Place, resolve
-from megaconv.model.ir import Header, Key, Source, main_dtype
-from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
-
-LEFT_OUT = "optimizer state was left out: only weights are converted"
-CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """Everything about a conversion that concerns neither loader nor saver alone."""
-
-    loader: str | None = None
-    """None: detected from the files."""
-    load: LoadOptions = field(default_factory=LoadOptions)
-    save: SaveOptions = field(default_factory=SaveOptions)
-    dtype: str | None = None
-    optimizer: bool | None = None
-    """Whether the optimizer's state goes along; None: where source and output can both hold it."""
-    max_memory: int = 256 << 20
-    """Bytes that buffers may take."""
-    workers: int = 0
-    """0: as many as there are processors and one more, up to 8."""
-    verify: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    check_source: bool = True
-    """Whether a source that has a megaconv.json has to be what that says."""
-    adapters: tuple[AdapterChoice, ...] = ()
-    """Merged into the weights, in this order."""
-    extra: Mapping[str, str] = field(default_factory=dict)
-    """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
-
-    def all_extra(self) -> dict[str, str]:
-        """Wherever they were given."""
-        return {**self.load.extra, **self.save.extra, **self.extra}
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a conversion did, or, planned only, would do."""
-
-    header: Header
-    plan: OutputPlan
-    target: Path
-    memory: int
-    record_bytes: int
-    """Size of megaconv.json, which no plan contains since its fingerprints are known last."""
-    parameters: int
-    """Of the model: `header` is of what is stored, which may be blocks of bytes."""
-    seconds: float = 0.0
-    fingerprint: Fingerprint | None = None
-    verified: bool = False
-    code: tuple[str, ...] = ()
-    """Python files that lie beside the source."""
-    missing: tuple[str, ...] = ()
-    """What an output of transformers' lacks (`engine/completeness.py`): `tokenizer`, `generation_config.json`, `eos_token_id`."""
-    check: SourceCheck = field(default_factory=SourceCheck, repr=False)
-    """What the source's own record says."""
-    adapters: tuple[Mapping[str, Any], ...] = ()
-    """Those that were merged into the weights, as megaconv.json says it."""
-    merging: tuple[str, ...] = ()
-    """The same for people."""
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What a user should know about the output."""
-        left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
-        optimizer = (LEFT_OUT,) if left_out else ()
-        incomplete = completeness_notices(self.header, self.missing)
-        return (*incomplete, *self.merging, *optimizer, *self.check.notices, *code, *self.plan.notices)
-
-    @property
-    def files(self) -> dict[str, int]:
-        """Every file of the output, by path below the target, with its size."""
-        return {name: layout.size for name, layout in sorted(self.plan.files.items())} | {
-            RECORD_NAME: self.record_bytes
-        }
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.files.values())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "target": str(self.target),
-            "family": self.header.config.family,
-            "parameters": self.parameters,
-            "tensors": len(self.header.manifest),
-            "files": self.files,
-            "from_base": list(self.plan.from_base),
-            "adapters": list(self.adapters),
-            "bytes": self.nbytes,
-            "memory_bytes": self.memory,
-            "seconds": round(self.seconds, 3),
-            "fingerprint": self.fingerprint.weights if self.fingerprint else None,
-            "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,
-            "notices": list(self.notices),
-            "missing": list(self.missing),
-            "verified": self.verified,
-        }
-
-
-def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
-    """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
-    raise_file_limit()
-    path, options = resolve(str(place)), options or LoadOptions()
-    name, found = registry.choose(path, loader)
-    registry.share_options(options.extra, {f"loader {name}": found})
-    return name, LazySource(found.open(path, options))
-
-
-def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
-    """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
-    load, place = load_options(saver, options), resolve(str(load_dir))
-    name, found = registry.choose(place, options.loader)
-    refuse_sizes(registry.saver(saver), place, load, options.save)
-    takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
-    read, written = registry.share_options(options.all_extra(), takers)
-    return open_source(place, name, replace(load, extra=read))[1], written
-
-
-@dataclass(frozen=True)
-class LazySource:
-    """A source whose plain arrays, which a plugin may hand over, are lazy tensors too."""
-
-    source: Source
-
-    @property
-    def header(self) -> Header:
-        return self.source.header
-
-    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
-        for key, tensor in self.source.tensors():
-            yield key, as_lazy(tensor)
-
-
-def prepare(
-    load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions, processes: int = 1
-) -> tuple[Source, Report]:
-    """Everything that can be known, and go wrong, before the first byte is written.
-
-    processes: that will write it together, each with files of its own.
-    """
-    for word in options.save.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
-    uses = getattr(registry.saver(saver), "uses", None)
-    if uses is not None:
-        refuse_unused(saver, uses(options.save), options.save)
-    source, extra = open_input(load_dir, saver, options)
-    written = source.header.manifest
-    if options.optimizer and not source.header.carries_optimizer:
-        raise UsageError(
-            f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
-            code="no-optimizer",
-        )
-    source, merged = _changed(source, options)
-    files = options.save.files or _workers(options) * processes
-    rounds = "out_norm" in options.save.allow_lossy
-    if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
-        source = PlainSource(source, exact=not rounds)
-    parameters = source.header.parameters
-    source = _stored(source, saver, options)
-    place, check = resolve(str(load_dir)), SourceCheck()
-    if options.check_source:
-        overridden = options.load.config is not None or options.load.true_vocab_size is not None
-        altered = (merged.changed if merged else frozenset()) | getattr(source, "changed", frozenset())
-        check = check_source(place, written, source.header.manifest, other_shapes=overridden, altered=altered)
-    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
-    memory = memory_needed(options.max_memory, _workers(options))
-    blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
-    adapters = tuple(each.to_json() for each in merged.merged) if merged else ()
-    size = len(record_json(str(load_dir), saver, source.header, plan, blank, adapters))
-    described = options.load.config or place
-    code = () if isinstance(described, str) else code_left_out(described)
-    missing = missing_parts(source.header, plan) if options.save.base is None else ()
-    report = Report(
-        source.header, plan, Path(save_dir), memory, size, parameters,
-        code=code, missing=missing, check=check, adapters=adapters,
-    )  # fmt: skip
-    return source, replace(report, merging=merged.notices if merged else ())
-
-
-def _changed(source: Source, options: ConvertOptions) -> tuple[Source, MergedSource | None]:
-    """(the source with its adapters merged, in the dtype asked for; its part that merges, if there is any).
-
-    Adapters are merged in the wider of the two dtypes: nothing is rounded that is to be added to.
-    """
-    cast = None if options.dtype is None else dtype_name(options.dtype)
-    overflow = "overflow" in options.save.allow_lossy
-    if not options.adapters:
-        return (source if cast is None else CastSource(source, cast, overflow)), None
-    widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
-    merged = merge(CastSource(source, cast, overflow) if cast and widens else source, options.adapters)
-    return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
-
-
-def _stored(source: Source, saver: str, options: ConvertOptions) -> Source:
-    """As the output stores it, where its saver says how (`forms`)."""
-    found = registry.saver(saver)
-    forms = getattr(found, "forms", None)
-    if forms is None:
-        return source
-    if options.verify:
-        raise UsageError(f"--verify: an output of --saver {saver} can't be read back; leave it out")
-    takes = {key: value for key, value in options.all_extra().items() if key in registry.options_of(found)}
-    save = replace(options.save, extra=takes)
-    return StoredSource(source, forms(source.header, save), overflow="overflow" in options.save.allow_lossy)
-
-
-def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
-    """How the source is read. Raises UsageError where the optimizer is asked for and the output can't hold it."""
-    can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
-    if options.optimizer and (not can_hold or options.save.release):
-        what = "a release checkpoint" if can_hold else f"--saver {saver}"
-        raise UsageError(
-            f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
-            code="no-optimizer",
-        )
-    if options.optimizer and options.adapters:
-        raise UsageError("--optimizer: its state no longer goes with weights that --adapter changes; leave it out")
-    wanted = can_hold and options.optimizer is not False and not options.save.release and not options.adapters
-    dtype = None if options.dtype is None else dtype_name(options.dtype)
-    if dtype == "float16":
-        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
-    return replace(options.load, optimizer=wanted, dtype=dtype)
+from megaconv.model.ir import Header, Key, Source
+from megaconv.options import LoadOptions
 
 
 def convert(
@@ -308,7 +75,7 @@ def _convert(
     refuse_loss(save_dir, place, others, RECORD_NAME)
     opened = OpenedFiles()
     with opened:
-        source, report = prepare(load_dir, save_dir, saver, options, ranks.size)
+        source, report = prepare(load_dir, save_dir, saver, options, ranks.size, place)
     asked = [options.dtype, options.adapters, options.all_extra(), _revision(place, source.header, options)]
     ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver, staging.target, options)))
@@ -329,7 +96,7 @@ def _convert(
             report.check.compare(fingerprint)
         if options.verify:
             hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
-            verify_fingerprint(staging.data, fingerprint, hashed, _workers(options), completed=completed)
+            verify_fingerprint(staging.data, fingerprint, hashed, workers_of(options), completed=completed)
             ranks.gather("")
         if ranks.rank:
             staging.keep()
@@ -362,7 +129,7 @@ def _transfer(
     ranks: Ranks,
 ) -> dict[Key, str]:
     """Write one share; returns the fingerprints of the tensors that it hashes."""
-    workers = _workers(options)
+    workers = workers_of(options)
     with ranks.first_goes_first():
         transfer = Transfer(
             share, staging, source=identity, resume=options.resume,
@@ -407,9 +174,9 @@ def verify_fingerprint(
 ) -> None:
     """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed.
 
-    completed: the original may have added more tensors.
+    completed: the original may have added more tensors, and everything beside a language model.
     """
-    _, source = open_source(path)
+    _, source = open_source(path, options=LoadOptions(text_only=completed and only_text_converts(path)))
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
@@ -432,20 +199,6 @@ def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str
     if options.resume and header.revision is None:
         raise UsageError(f"--resume: the loader of {place} can't detect whether it has changed since; leave it out")
     return [place, header.revision or ""]
-
-
-def _workers(options: ConvertOptions) -> int:
-    return options.workers or default_workers(writing=True)
-
-
-def raise_file_limit() -> None:
-    """Large layouts have more rank files than the usual soft limit of open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):
-            return
 
 
 def fingerprint(

@@ -21,14 +21,14 @@ def refuse_sizes(saver: Any, place: Path | str, load: LoadOptions, save: SaveOpt
     found = next((path for path in directories if path is not None and (path / CONFIG_NAME).is_file()), None)
     if refuse is None or found is None:
         return
-    config = _described(found)
+    config = _described(found, text_only=load.text_only)
     if config is not None:
         refuse(config, save, has_layout=found != place)
 
 
-def _described(directory: Path) -> ModelConfig | None:
+def _described(directory: Path, *, text_only: bool) -> ModelConfig | None:
     try:
-        _, config = read_config(directory / CONFIG_NAME)
+        _, config = read_config(directory / CONFIG_NAME, text_only=text_only)
     except CheckpointError:
         return None
     return config

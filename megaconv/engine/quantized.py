@@ -21,7 +21,7 @@ from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
 from megaconv.engine.cast import CastTensor
 from megaconv.engine.rounding import Floats, rounded
 from megaconv.errors import TensorMismatch, UnsupportedInput
-from megaconv.families.parts.hf_config import quant_method
+from megaconv.families.parts.hf_config import quant_method, quantization
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _GROUP = 32
@@ -102,7 +102,7 @@ def dequantize(
     dtype = dtype or "bfloat16"
     method = quant_method(config, where)
     if method == "fp8":
-        return _from_fp8(tensors, _fp8_block(config["quantization_config"], where), dtype, where)
+        return _from_fp8(tensors, _fp8_block(quantization(config), where), dtype, where)
     return _from_mxfp4(tensors, dtype, where) if method == "mxfp4" else dict(tensors)
 
 

@@ -18,7 +18,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.naming import HF, HF_STACKED, Naming
+from megaconv.model.naming import HF, HF_STACKED, HF_STACKED_TRANSPOSED, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("megaconv")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """In the order in which transformers looks for them."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
-"""All experts of a layer in one tensor, as transformers 5 holds them."""
+"""All experts of a layer in one tensor, as transformers 5 holds them, or (Qwen 3 VL's on the Hub) each transposed."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -103,8 +103,8 @@ def whole_model(
     most = len(kept) + 1  # of more layers some have to be missing
     bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
     whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
-    spellings = [naming, HF_STACKED] if naming == HF and any(name.endswith(_STACKED) for name in kept) else [naming]
-    if spellings == [HF]:
+    spellings = hf_namings(kept) if naming == HF else (naming,)
+    if spellings == (HF,):
         _require_experts(config, len(kept), where)
     natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
     same_names([native.name for native in natives], kept, where)
@@ -118,6 +118,11 @@ def whole_model(
         return config, tensors
     order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
     return config, {key: tensors[key] for key in order if key in tensors}
+
+
+def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
+    """How the tensors of a Hugging Face directory may be spelled."""
+    return (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if any(name.endswith(_STACKED) for name in names) else (HF,)
 
 
 def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:

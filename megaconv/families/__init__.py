@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megaconv import plugins
-from megaconv.errors import CheckpointError, UnknownFamily
+from megaconv.errors import CheckpointError, UnknownFamily, UsageError
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
+from megaconv.families.parts.language_model import inner_config
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
@@ -88,13 +89,10 @@ class Family:
 
 REFUSED = {
     **dict.fromkeys(
-        ("Gemma3ForConditionalGeneration", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-        "of Gemma 3, only the models for text alone (Gemma3ForCausalLM) are supported, not those that see, and not Gemma 3n",
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        "of Gemma 3, only models like Gemma3ForCausalLM are supported, and not Gemma 3n",
     ),
-    **dict.fromkeys(
-        ("Llama4ForConditionalGeneration",),
-        "of Llama 4, only the models for text alone (Llama4ForCausalLM) are supported, not those that see",
-    ),
+    "PaliGemmaForConditionalGeneration": "its language model attends to a prompt in both directions, Megatron core's backwards alone",
     **dict.fromkeys(
         (
             *("GPTNeoXForCausalLM", "GPTJForCausalLM", "PhiForCausalLM", "FalconForCausalLM", "CodeGenForCausalLM"),
@@ -143,6 +141,24 @@ def all_families() -> dict[str, Family]:
 
 def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     """The family of a config.json. Raises UnknownFamily listing what is known."""
+    found, architectures = _family_of(config), config.get("architectures") or []
+    if found is not None:
+        return found
+    _refuse_known(architectures, source)
+    inside = _family_inside(config)
+    if inside is not None:
+        raise UnknownFamily(
+            f"{source}: {', '.join(map(str, architectures))} sees or hears, and is not supported as a whole; the language model in it "
+            f"({inside.architectures[0]}) is converted with --text-only, and goes back into the original's files with --base"
+        )
+    asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
+    known = ", ".join(name for family in all_families().values() for name in family.architectures)
+    raise UnknownFamily(
+        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see docs/add-a-model.md"
+    )
+
+
+def _family_of(config: Mapping[str, Any]) -> Family | None:
     architectures = config.get("architectures") or []
 
     def fits(family: Family) -> bool:
@@ -154,22 +170,60 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
         for family in known_families().values():
             if fits(family):
                 return family
+    return None
+
+
+def _refuse_known(architectures: Collection[Any], source: str) -> None:
     for architecture in map(str, architectures):
         if architecture in REFUSED:
             raise UnknownFamily(f"{source}: {architecture} can't be converted: {REFUSED[architecture]}")
-    asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
-    known = ", ".join(name for family in all_families().values() for name in family.architectures)
-    raise UnknownFamily(
-        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see docs/add-a-model.md"
-    )
 
 
-def read_config(path: Path) -> tuple[Family, ModelConfig]:
-    """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily."""
+def _family_inside(raw: Mapping[str, Any]) -> Family | None:
+    """That of the language model in a model which is none itself; None where there is none, or not one of ours."""
+    inside = inner_config(raw)
+    kind = None if inside is None else inside["model_type"]
+    if kind is None:
+        return None
+    return next((each for each in all_families().values() if kind in (each.model_type, *each.other_types)), None)
+
+
+def only_text_converts(directory: Path) -> bool:
+    """Whether a Hugging Face directory's model sees or hears, and only the language model in it is of one of the families."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        return False
+    raw = load_config(path)
+    with well_formed(str(path)):
+        return _family_of(raw) is None and _family_inside(raw) is not None
+
+
+def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The config.json that the language model would have by itself. Raises UsageError where there is none inside, UnknownFamily."""
+    _refuse_known(raw.get("architectures") or [], source)
+    inside, family = inner_config(raw), _family_inside(raw)
+    named = ", ".join(map(str, raw.get("architectures") or [])) or raw.get("model_type")
+    if inside is None:
+        raise UsageError(
+            f"--text-only: {source} has no text_config: {named} is a language model by itself; leave it out"
+        )
+    if family is None:
+        raise UnknownFamily(
+            f"{source}: the language model in {named} is {inside['model_type']}, which is not supported"
+        )
+    return inside | {"architectures": [family.architectures[0]]}
+
+
+def read_config(path: Path, *, text_only: bool = False) -> tuple[Family, ModelConfig]:
+    """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily.
+
+    text_only: of one that sees or hears the language model inside. Raises UsageError where there is none.
+    """
     raw = load_config(path)
     require_countable(raw, str(path))
     try:
         with well_formed(str(path)):
+            raw = _text_only(raw, str(path)) if text_only else raw
             found = family_of_hf(raw, str(path))
             return found, found.read_hf(raw)
     except CheckpointError as error:  # families know the file by its name alone

@@ -6,7 +6,8 @@ from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.model.ceilings import require_possible
-from megaconv.model.config import (
+from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.subjects import (
     MLP,
     Attention,
     Encoder,
@@ -17,10 +18,8 @@ from megaconv.model.config import (
     LayerKind,
     LinearAttention,
     Mamba,
-    ModelConfig,
     Norm,
     Positions,
-    value_of,
 )
 
 _SUBJECTS: Mapping[str, type[Any]] = {

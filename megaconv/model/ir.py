@@ -69,6 +69,8 @@ class Header:
     """Whether optimizer state lies beside the weights."""
     shifts: Mapping[Key, int] = field(default_factory=dict)
     """What the source has added to the values of a tensor; nothing to those that aren't listed. See engine/shifted.py."""
+    beside: Mapping[str, int] = field(default_factory=dict)
+    """What lies beside the language model and was left out (`vision_tower`) -> how many tensors."""
     revision: str | None = None
     """Of a source that isn't files: changes whenever its content does. None: nobody knows, and a run of it can't be resumed."""
 

@@ -3,7 +3,7 @@
     Naming("core", ("grouped",))    looks for a spelling under core_grouped, then under core
 
 hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
-          writes them when its option says not to keep the older form.
+          writes them when its option says not to keep the older form; `stacked_transposed`: each expert in it transposed.
 core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own; `local_keys`: these under the names
           that the others have, as distributed checkpoints call them. Experts are modules of their own;
           `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
@@ -17,8 +17,8 @@ gguf      llama.cpp's; spelled for all families at once, in families/parts/gguf_
 from dataclasses import dataclass
 
 KEYS = (
-    *("hf", "hf_stacked", "core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped"),
-    "core_rope_last",
+    *("hf", "hf_stacked", "hf_stacked_transposed"),
+    *("core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped", "core_rope_last"),
     *("legacy", "meta", "meta_rows", "gguf"),
 )
 """What a row may spell its tensors under. A new naming scheme is a new key here."""
@@ -48,6 +48,7 @@ class Naming:
 
 HF = Naming("hf")
 HF_STACKED = Naming("hf", ("stacked",))
+HF_STACKED_TRANSPOSED = Naming("hf", ("stacked_transposed", "stacked"))
 CORE = Naming("core")
 CORE_LOCAL = Naming("core", ("local",))
 CORE_LOCAL_KEYS = Naming("core", ("local_keys",))
@@ -61,8 +62,8 @@ META_ROWS = Naming("meta", ("rows",))
 GGUF = Naming("gguf")
 
 NAMINGS = (
-    *(HF, HF_STACKED, CORE, CORE_LOCAL, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL_LEGACY_GROUPED),
-    CORE_ROPE_LAST,
+    *(HF, HF_STACKED, HF_STACKED_TRANSPOSED),
+    *(CORE, CORE_LOCAL, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL_LEGACY_GROUPED, CORE_ROPE_LAST),
     *(LEGACY, META, META_ROWS),
 )
 """All that are in use."""

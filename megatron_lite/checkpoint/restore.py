@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from formats.tensor import Box, LazyTensor, matrix_shape
-from megaconv.engine.conversion import open_source
+from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig

@@ -12,7 +12,8 @@ from formats.errors import NotEnoughSpace, TargetExists
 from formats.journal import Journal
 from formats.staging import StagedFile, Staging
 from megaconv.engine import transfer
-from megaconv.engine.conversion import ConvertOptions, convert
+from megaconv.engine.conversion import convert
+from megaconv.engine.preparation import ConvertOptions
 from megaconv.options import SaveOptions
 from tests.models import write_llama
 from tests.runs import snapshot

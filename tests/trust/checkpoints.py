@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaconv.engine.conversion import RECORD_NAME
+from megaconv.engine.record import RECORD_NAME
 from tests.trust import server
 
 SIZES = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 8, "vocab": 38}

@@ -31,6 +31,7 @@ from formats import (
 from formats.errors import CheckpointError
 from formats.journal import Journal
 from formats.tensor import InputFile, byte_count, read_tensor
+from formats.yaml_file import read_yaml
 from megaconv.families import read_config
 from megaconv.families.parts.meta_params import load_params
 from tests.trust.bench import Bench
@@ -141,6 +142,7 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
         "config.json",
         1,
     ),
+    ("YAML", any_bytes, lambda content, folder: read_yaml(_file(content, folder / "x.yaml")), "yaml", 1),
     (
         "params.json",
         json_text,
@@ -258,6 +260,10 @@ def seeds(bench: Bench, pattern: str) -> list[bytes]:
         journal.append([{"plan": "plan"}, {"tensor": ["a", "weight"], "runs": [["f", "r", [[0, 2, 5]]]]}, {}])
         journal.close()
         return [journal.path.read_bytes()]
+    if pattern == "yaml":
+        return [
+            b"model: &m\n  _target_: a.b.C\n  rotary_base: 1.0e+4\n  window_size: !!python/tuple\n  - 15\n  - 0\nagain: {m: *m, t: 'x'}\n"
+        ]
     if pattern == "pickles":
         torch_files = [
             data for path in sorted(bench.root.glob("sources/*-bare/**/*.pt")) for data in [path.read_bytes()]

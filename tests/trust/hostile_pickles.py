@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from random import Random
 
-from megaconv.engine.conversion import RECORD_NAME
+from megaconv.engine.record import RECORD_NAME
 from tests.trust import server
 from tests.trust.bench import Bench
 from tests.trust.gadgets import gadget, monster, number, soup, value

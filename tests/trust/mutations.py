@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from formats.staging import Staging
-from megaconv.engine.conversion import RECORD_NAME
+from megaconv.engine.record import RECORD_NAME
 from tests.trust import server
 from tests.trust.bench import Bench, command
 from tests.trust.checkpoints import SAVERS, Checkpoint

@@ -16,7 +16,8 @@ app = typer.Typer(
 
 
 HEADINGS = {
-    "Input and output": "source target load_dir save_dir saver loader config base adapter option checkpoint_type true_vocab_size push",
+    "Input and output": "source target load_dir save_dir saver loader config base text_only adapter option "
+    "checkpoint_type true_vocab_size push",
     "Layout": "tp pp vpp ep etp layer_split first_layers last_layers account_for_embedding account_for_loss layout_string "
     "split_rank encoder_pp",
     "Form of the output": "ckpt_format transformer_impl grouped_experts vocab_divisor vocab_padding release max_shard_size dist_files",
@@ -59,7 +60,7 @@ def _root(
 
 def stored_bytes(place: str, loader: str | None, options: Any) -> int:
     """The bytes of a checkpoint's tensors, for the bar of a command that reads all of them."""
-    from megaconv.engine.conversion import open_source
+    from megaconv.engine.preparation import open_source
 
     return open_source(place, loader, replace(options, metadata_only=True))[1].header.nbytes
 

@@ -50,6 +50,7 @@ def convert(
     max_shard_size: opt.MaxShardSize = "5GB",
     dist_files: opt.DistFiles = None,
     base: opt.Base = None,
+    text_only: opt.TextOnly = False,
     adapter: opt.Adapter = None,
     push: opt.Push = None,
     release: opt.Release = False,
@@ -75,7 +76,7 @@ def convert(
     opt.check_model_type(model_type)
     load_dir = opt.one_place(source, load_dir, "input", "--load-dir")
     save_dir = opt.one_place(target, save_dir, "output", "--save-dir")
-    from megaconv.engine.conversion import ConvertOptions
+    from megaconv.engine.preparation import ConvertOptions
     from megaconv.engine.ranks import started_ranks
     from megaconv.errors import UsageError
     from megaconv.model.layout import LayerSplit
@@ -103,7 +104,8 @@ def convert(
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base,
     )  # fmt: skip
     options = ConvertOptions(
-        loader=loader or ("llama_mistral" if read_type else None), load=LoadOptions(config, true_vocab_size, read_type), save=save,
+        loader=loader or ("llama_mistral" if read_type else None), save=save,
+        load=LoadOptions(config, true_vocab_size, read_type, text_only=text_only),
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
         max_memory=byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
         extra=opt.extra(option), check_source=check_source, adapters=tuple(map(adapter_choice, adapter or ())),
@@ -145,7 +147,7 @@ def _convert(
 ) -> None:
     from megaconv.commands.progress import Progress
     from megaconv.engine.conversion import convert as run
-    from megaconv.engine.conversion import open_input
+    from megaconv.engine.preparation import open_input
 
     metadata_only = replace(options, load=replace(options.load, metadata_only=True))
     try:
@@ -201,9 +203,11 @@ def _print_from_base(report: Any) -> None:
 
 def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
-    from megaconv.engine.conversion import prepare
+    from megaconv.engine.preparation import prepare
+    from megaconv.hub import resolve
 
-    _, report = prepare(load_dir, save_dir, saver, options)
+    place = resolve(load_dir, metadata_only=True)
+    _, report = prepare(load_dir, save_dir, saver, options, place=place)
     if as_json:
         print_json(report.to_json())
         return

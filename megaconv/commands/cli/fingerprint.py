@@ -11,6 +11,7 @@ def fingerprint(
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
+    text_only: opt.TextOnly = False,
     option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
     as_json: opt.Json = False,
@@ -23,7 +24,7 @@ def fingerprint(
     from megaconv.engine.conversion import fingerprint as run
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, optimizer=optimizer, extra=opt.extra(option))
+    options = LoadOptions(config, true_vocab_size, optimizer=optimizer, text_only=text_only, extra=opt.extra(option))
     with Progress("reading", lambda: stored_bytes(path, loader, options)) as progress:
         found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:

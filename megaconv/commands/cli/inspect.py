@@ -1,6 +1,7 @@
 """`megaconv inspect`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,14 +65,18 @@ def inspect(
     Exit status 3: names or shapes of its tensors are not what its megaconv.json says.
     """
     from megaconv.commands.inspection import look
-    from megaconv.commands.views.requested import Asked, Subject, views
+    from megaconv.hub import resolve
     from megaconv.options import LoadOptions
 
     options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
-    found: Any = look(path, options, loader, check_source=check_source)
-    shown = views(
-        Subject(path, found, options), Asked(tree, tensors, layout, stats, megatron_args, html), blocks=_has_blocks()
-    )
+    place = resolve(path, metadata_only=not stats)
+    found: Any = replace(look(place, options, loader, check_source=check_source), path=path)
+    shown: list[Any] = []
+    if any((tree, tensors is not None, layout, stats, megatron_args, html)):
+        from megaconv.commands.views.requested import Asked, Subject, views
+
+        asked = Asked(tree, tensors, layout, stats, megatron_args, html)
+        shown = views(Subject(path, place, found, options), asked, blocks=_has_blocks())
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:

@@ -200,6 +200,13 @@ Base = Annotated[
         help="The original's Hugging Face directory: an hf output gets from it the tensors and files that the source doesn't hold.",
     ),
 ]
+TextOnly = Annotated[
+    bool,
+    typer.Option(
+        "--text-only",
+        help="Of a model that sees or hears: the language model in it alone (convert --base ORIGINAL is the way back).",
+    ),
+]
 Adapter = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,6 +8,7 @@ from formats import rank_files
 from formats.torch_dist import is_dcp, read_backend
 from megaconv.megatron.arguments.command_line import CommandLine, command_line
 from megaconv.megatron.arguments.write import to_arguments
+from megaconv.megatron.distributed.run_config import nemo_weights
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout, padded_vocab
 
@@ -55,7 +56,7 @@ def _tokenizer(header: Header, notes: list[str]) -> dict[str, Any]:
 
 
 def _checkpoint(header: Header, place: Path | None, notes: list[str]) -> dict[str, Any]:
-    if header.layout is None or place is None:
+    if header.layout is None or place is None or nemo_weights(place):
         notes.append(
             "the checkpoint isn't Megatron's: convert it first (megaconv convert --saver core), and give --load"
         )

@@ -12,12 +12,12 @@ from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
 from megaconv.commands.units import readable
 from megaconv.commands.views import layout, megatron_args, report, stats, tensors, tree
-from megaconv.engine.conversion import open_source
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import open_source
 from megaconv.engine.shifted import plain
 from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
-from megaconv.hub import resolve
+from megaconv.hub import Place
 from megaconv.model.ir import WEIGHT, Source
 from megaconv.options import LoadOptions
 
@@ -51,6 +51,8 @@ class Subject:
     """A checkpoint that was looked at, and how it was asked for."""
 
     path: str
+    place: Place
+    """What `resolve` made of the path."""
     found: Found
     options: LoadOptions
 
@@ -63,11 +65,10 @@ class Subject:
     def source(self) -> Source:
         """Opened with its tensors. Raises CheckpointError."""
         loader = self.known("tensors").loader
-        return open_source(self.path, loader, replace(self.options, optimizer=False, metadata_only=False))[1]
+        return open_source(self.place, loader, replace(self.options, optimizer=False, metadata_only=False))[1]
 
     def root(self) -> Path | None:
-        place = resolve(self.path)
-        return place if isinstance(place, Path) else None
+        return self.place if isinstance(self.place, Path) else None
 
 
 def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:

@@ -26,9 +26,18 @@ def load_config(path: Path) -> dict[str, Any]:
     return config
 
 
+QUANTIZATION = "quantization_config"
+
+
+def quantization(config: Mapping[str, Any]) -> Any:
+    """What a config.json says of quantized weights: for all of a model, or (Kimi K2.5) for the language model inside; None: nothing."""
+    inside = config.get("text_config")
+    return config.get(QUANTIZATION) or (inside.get(QUANTIZATION) if isinstance(inside, Mapping) else None)
+
+
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:
     """How config.json says that weights are quantized, None where they aren't. Raises UnsupportedInput for what can't be read."""
-    given = config.get("quantization_config")
+    given = quantization(config)
     if not given:
         return None
     method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
@@ -53,7 +62,7 @@ def updated(given: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[st
     dtype = changes.pop("torch_dtype", None)
     merged = {**given, **changes, **({} if dtype is None else {"dtype" if "dtype" in given else "torch_dtype": dtype})}
     merged.setdefault("architectures", now["architectures"])
-    merged.pop("quantization_config", None)  # what was quantized no longer is
+    merged.pop(QUANTIZATION, None)  # what was quantized no longer is
     if changes.keys() & set(_ROPE) and "rope_parameters" in merged and "rope_parameters" not in now:
         del merged["rope_parameters"]
         merged |= {key: now[key] for key in _ROPE if key in now}

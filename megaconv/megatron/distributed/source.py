@@ -1,7 +1,8 @@
 """Megatron's distributed checkpoints (`torch_dist`, `zarr`, `fsdp_dtensor`) as the files of one rank: TP 1, PP 1.
 
 Their keys are global, and global tensors are just what a single rank would hold: so everything after this is the same as
-for rank files. How the run that wrote them was laid out stands in its args.
+for rank files. How the run that wrote them was laid out stands in its args, or in what others than Megatron have in their place
+(`run_config.py`).
 """
 
 import logging
@@ -12,21 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
+from formats.chunked import ChunkedTensor
 from formats.errors import CorruptCheckpoint
-from megaconv.errors import UnknownFormat
+from megaconv.errors import UnknownFormat, UnsupportedInput
 from megaconv.megatron.distributed.keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
 from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
+from megaconv.megatron.distributed.run_config import NEMO, RUN_CONFIG, describe, latest_version, nemo_weights
 from megaconv.megatron.rank_files.source import RankSource
 from megaconv.megatron.states.ranks import RankId, Ranks, Weights
 from megaconv.options import LoadOptions
 
+_ADAPTER = ".adapter."
+"""In the names of an adapter's tensors."""
 _log = logging.getLogger("megaconv")
 
 
 def find_dist(path: Path) -> tuple[Path, str] | None:
     """(directory, `torch_dist`, `zarr` or `fsdp_dtensor`) of a Megatron checkpoint; None for anything else."""
-    numbered = re.fullmatch(r"iter_\d{7,}|release", path.name) and torch_dist.is_dcp(path)
-    version = path if numbered or (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
+    version = _find_version(path)
     if version is None:
         return None
     backend = torch_dist.read_backend(version)
@@ -41,18 +45,29 @@ def find_dist(path: Path) -> tuple[Path, str] | None:
     return (version, backend) if backend else None
 
 
+def _find_version(path: Path) -> Path | None:
+    numbered = re.fullmatch(r"iter_\d{7,}|release", path.name) and torch_dist.is_dcp(path)
+    if numbered or (path / torch_dist.FORMAT_FILE).is_file():
+        return path
+    return rank_files.find_version(path) or nemo_weights(path) or latest_version(path)
+
+
 def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
-    """(the checkpoint as one rank, its format). Raises UnknownFormat, CorruptCheckpoint, UnsafeContent."""
+    """(the checkpoint as one rank, its format). Raises UnknownFormat, CorruptCheckpoint, UnsafeContent, UnsupportedInput."""
     found = find_dist(path)
     if found is None:
         raise UnknownFormat(f"{path}: holds no distributed Megatron checkpoint")
     version, backend = found
     directory = _open(version, backend)
     tensors = directory.tensors()
+    _refuse_adapter(version, tensors)
     state = dict(_common(version, directory))
-    args = state.get("args")
+    args, writer = state.get("args"), ""
     if not isinstance(args, Namespace):
-        raise CorruptCheckpoint(f"{version}: has no args; Megatron writes them into {torch_dist.COMMON_FILE}")
+        described = describe(version, complete=options.config is None)
+        args, writer = described.args, described.writer
+        state.setdefault("iteration", state.get("global_step"))  # NeMo's is Lightning's
+        state |= described.state
     if not options.metadata_only:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
@@ -62,9 +77,13 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
     )
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     stored = has_optimizer(tensors) or has_optimizer(directory.objects())
+    if stored and writer == NEMO:
+        _log.warning("%s: the optimizer of a NeMo checkpoint is not read; the weights alone are converted", version)
+        state.pop("optimizer", None)
+        stored = False
     flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
     optimizer = DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
-    return RankSource(listing, ranks, args, optimizer), backend
+    return RankSource(listing, ranks, args, optimizer, writer), backend
 
 
 def _open(version: Path, backend: str) -> Directory:
@@ -85,6 +104,8 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
     elif "args" in directory.objects():
         names = ("args", "iteration", "checkpoint_version")
         common = {name: directory.read_object(name) for name in names if name in directory.objects()}
+    elif (version / RUN_CONFIG).is_file():
+        common = {}
     else:
         raise CorruptCheckpoint(
             f"{file}: no such file; it holds the args of a Megatron checkpoint", code="missing-file"
@@ -92,6 +113,16 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
     if not isinstance(common, dict):
         raise CorruptCheckpoint(f"{file}: should hold a dictionary, found {type(common).__name__}")
     return common
+
+
+def _refuse_adapter(version: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
+    """Raises UnsupportedInput for a checkpoint of an adapter alone."""
+    names = list(model_tensors(tensors))
+    if names and all(_ADAPTER in name for name in names):
+        raise UnsupportedInput(
+            f"{version}: is an adapter of Megatron-Bridge ({names[0]}), which holds only what is added to a model; merge it into "
+            "its base with Megatron-Bridge, and convert what comes out"
+        )
 
 
 def _warn_of_scales(version: Path, directory: Directory) -> None:

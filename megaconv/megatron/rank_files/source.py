@@ -65,6 +65,8 @@ class RankSource:
     args: Namespace
     dist: "DistOptimizer | None" = None
     """The optimizer of a distributed checkpoint."""
+    writer: str = ""
+    """Of a distributed checkpoint without Megatron's own args; for people."""
 
     @property
     def state(self) -> Mapping[str, Any]:

@@ -1,0 +1,109 @@
+"""The language model inside a larger one, which sees or hears: its part of config.json, and its tensors' names.
+
+    {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text", ...}, "vision_config": ...}
+
+transformers builds what a text_config describes by its model_type, so that this says which of our families it is. Names of its
+tensors are those of the family's own models with something put before them.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint
+from megaconv.families.parts.hf_config import QUANTIZATION
+from megaconv.families.parts.keys import CONFIG_NAME
+
+TEXT = "text_config"
+
+INSIDE = (
+    ("", ""),
+    ("", "language_model."),
+    ("model.", "model.language_model."),
+    ("model.", "model.text_model."),
+)
+"""(beginning of a name, what stands there in a model that has a language model as a part)."""
+
+SAME_AS = {
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
+    "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
+}  # fmt: skip
+"""model_type of language models with a name of their own -> that of the model that they are, as long as there is text alone: of
+the three positions that images give a token (mrope) all are then the same."""
+
+_QWEN2_VL = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+_MHA_32 = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_MHA_32, "vocab_size": 32000, "intermediate_size": 11008},
+    "mistral": {**_MHA_32, "vocab_size": 32000, "intermediate_size": 14336},
+    "qwen2": {**_MHA_32, "vocab_size": 151936, "intermediate_size": 22016},
+    "qwen3": {**_MHA_32, "vocab_size": 151936, "intermediate_size": 22016},
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    },
+    "glm4v_text": {"partial_rotary_factor": 1.0},
+    "glm4v_moe_text": {"attention_bias": True},
+    "qwen2_vl_text": {**_QWEN2_VL, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen2_5_vl_text": {**_QWEN2_VL, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+}  # fmt: skip
+"""What a text_config leaves out that says what its class has anyway (transformers 4 wrote them so), by its model_type."""
+
+_ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What such a model computes, whatever its text_config says."""
+
+_OF_IMAGES = re.compile("(image|video|vision)_")
+_MROPE = ("mrope_section", "mrope_interleaved")
+_FROM_OUTSIDE = ("torch_dtype", "dtype", QUANTIZATION, "bos_token_id", "eos_token_id", "pad_token_id")
+"""What a config.json may say for all of its parts at once."""
+
+
+def inner_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a config.json says of the language model inside, with `model_type` as a model by itself has it; None where there is none.
+
+    Raises CorruptCheckpoint for a text_config that is no object.
+    """
+    inside = raw.get(TEXT)
+    if inside is None and "vision_config" in raw and "hidden_size" in raw:
+        inside = {key: value for key, value in raw.items() if not _OF_IMAGES.match(key)}  # Qwen2-VL's on the Hub
+    if inside is None:
+        return None
+    if not isinstance(inside, Mapping):
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: {TEXT} should be an object, found {inside!r}")
+    kind = str(inside.get("model_type"))
+    outside = {key: raw[key] for key in _FROM_OUTSIDE if key in raw and inside.get(key) is None}
+    found = {**DEFAULTS.get(kind, {}), **inside, **outside, **_ALWAYS.get(kind, {})}
+    found["tie_word_embeddings"] = raw.get("tie_word_embeddings", inside.get("tie_word_embeddings", False))
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(key), Mapping):
+            found[key] = _of_text(found[key])
+    return found | {"model_type": SAME_AS.get(kind, kind)}
+
+
+def _of_text(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A rotation without what it does with images."""
+    kept = {key: value for key, value in rope.items() if key not in _MROPE}
+    for key in ("type", "rope_type"):
+        if kept.get(key) == "mrope":
+            kept[key] = "default"
+    return None if set(kept) <= {"type", "rope_type"} and set(kept.values()) <= {"default"} else kept
+
+
+def inner_names(names: Collection[str]) -> dict[str, str]:
+    """Those of the language model's tensors -> what they are called in a model by itself. All others are of what is beside it."""
+    inside = next(
+        (place for place in INSIDE[1:] if any(name.startswith(place[1]) for name in names)), ("model.", "model.")
+    )
+    begin, longer = inside
+    found = {name: begin + name[len(longer) :] for name in names if name.startswith(longer)}
+    return found | {name: name for name in names if name.startswith("lm_head.")}
+
+
+def put_inside(name: str, begin: str, inside: str) -> str:
+    """The way back, by one of INSIDE."""
+    return inside + name[len(begin) :] if name.startswith(begin) else name
