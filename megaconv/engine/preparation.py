@@ -72,6 +72,8 @@ class Report:
     memory: int
     record_bytes: int
     """Size of megaconv.json, which no plan contains since its fingerprints are known last."""
+    parameters: int
+    """Of the model: `header` is of what is stored, which may be blocks of bytes."""
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
@@ -112,7 +114,7 @@ class Report:
         return {
             "target": str(self.target),
             "family": self.header.config.family,
-            "parameters": self.header.parameters,
+            "parameters": self.parameters,
             "tensors": len(self.header.manifest),
             "files": self.files,
             "from_base": list(self.plan.from_base),
@@ -198,6 +200,7 @@ def prepare(
     rounds = "out_norm" in options.save.allow_lossy
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
         source = PlainSource(source, exact=not rounds)
+    parameters = source.header.parameters
     source = _stored(source, saver, options)
     check = SourceCheck()
     if options.check_source:
@@ -213,8 +216,9 @@ def prepare(
     code = () if isinstance(described, str) else code_left_out(described)
     missing = missing_parts(source.header, plan) if options.save.base is None else ()
     report = Report(
-        source.header, plan, Path(save_dir), memory, size, code=code, missing=missing, check=check, adapters=adapters
-    )
+        source.header, plan, Path(save_dir), memory, size, parameters,
+        code=code, missing=missing, check=check, adapters=adapters,
+    )  # fmt: skip
     return source, replace(report, merging=merged.notices if merged else ())
 
 
