@@ -24,6 +24,9 @@ from megaconv.model.natives import NativeTensor, Region, native_tensors
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)(\..*)")
 
+_LOCAL = (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+"""The norm before experts: Transformer Engine's key, and that of local layers, which have no such matrix."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -69,9 +72,20 @@ class Shard:
 
 
 def places(
-    config: ModelConfig, layout: Layout, tp_rank: int, chunk: Chunk, vocab_rows: int, naming: Naming, ep_rank: int = 0
+    config: ModelConfig,
+    layout: Layout,
+    tp_rank: int,
+    chunk: Chunk,
+    vocab_rows: int,
+    naming: Naming,
+    ep_rank: int = 0,
+    *,
+    local: bool = False,
 ) -> dict[str, Place]:
-    """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters."""
+    """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters.
+
+    local: with the key that local layers have for the norm before experts.
+    """
     padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows, single = family(config.family).rows, replace(layout, tp=1, etp=1, ep=1)
     named, keyed = (
@@ -85,7 +99,7 @@ def places(
     for native, other in zip(named, keyed, strict=True):
         expert = _EXPERT.fullmatch(other.name)
         entire = whole[_numbered(other.name, first)]
-        key, stacked = _key(other.name, chunk, layers)
+        key, stacked = _key(other.name.replace(*_LOCAL) if local else other.name, chunk, layers)
         if expert is not None:
             stacked = (*stacked, (first + int(expert[2]), config.experts.count))
         runs = tuple(_runs(native, entire))

@@ -62,18 +62,21 @@ def _copy(value: Any) -> Any:
     return type(value)(_copy(item) for item in value) if isinstance(value, list) else value
 
 
-def chunk_places(engine: Engine) -> list[dict[str, Place]]:
+def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
     """Of this rank's chunks."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
     ep_rank = grid.rank_along("ep") if config.experts.count else 0
-    return [places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, ep_rank) for chunk in grid.chunks()]
+    return [
+        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, ep_rank, local=local)
+        for chunk in grid.chunks()
+    ]
 
 
 def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
     """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
     engine.finish()
-    found = tuple(_dist_shards(engine, chunk_places(engine), with_optimizer))
+    found = tuple(_dist_shards(engine, chunk_places(engine, local=impl == "local"), with_optimizer))
     objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     if not stacks_layers(engine.config):
@@ -144,6 +147,11 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
             number, place = ("", f"{layer}_{config.layer_count}") if stacked else (f"{layer}.", "0_1")
             for module in _modules_with_states(config, layer, impl):
                 yield f"decoder.layers.{number}{module}._extra_state/shard_{place}", content
+            for expert in range(config.experts.count if config.has("moe", layer) else 0):
+                at, of = (f"{layer}.", f"{config.layer_count}.") if stacked else ("", "")
+                for module in ("linear_fc1", "linear_fc2"):
+                    key = f"decoder.layers.{number}mlp.experts.experts.{module}._extra_state"
+                    yield f"{key}/shard_{at}{expert}_{of}{config.experts.count}", content
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:

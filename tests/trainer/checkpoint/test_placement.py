@@ -67,10 +67,15 @@ def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
 
 
 def test_layers_that_differ_have_keys_of_their_own_and_only_experts_are_stacked() -> None:
-    mixed = {"layers.mlp": ["dense", "experts", "dense", "experts"], "experts.count": 4, "experts.ffn": 6}
+    mixed = {
+        "layers.mlp": ("dense", "experts", "dense", "experts"),
+        "experts.count": 4,
+        "experts.per_token": 2,
+        "experts.ffn": 6,
+    }
     config = from_fields("qwen3_moe", fields_of(CONFIG) | mixed)
     layout = Layout(1, 2, 1, 2, stage_layers=(2, 2))
-    behind = layout.chunks()[1]
+    _, behind = layout.chunks()
     found = places(config, layout, 0, behind, 32, CORE, ep_rank=1)
     dense, expert = (found[f"decoder.layers.{name}.weight"] for name in ("0.mlp.linear_fc2", EXPERT))
     assert (dense.key, dense.stacked) == ("decoder.layers.2.mlp.linear_fc2.weight", ())

@@ -1,5 +1,8 @@
 """Models of which some layers have experts and some a dense MLP, saved, continued at another layout, and exported."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,10 @@ from tests.trainer.loop.launches import train
 from tests.trainer.loop.test_runs import metrics
 
 pytestmark = pytest.mark.oracle
+ROOT = Path(__file__).parents[3]
 COMMAND = (
-    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --train-iters 4 "
-    "--log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 "
+    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 "
+    "--train-iters 4 --log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 "
     "--make-vocab-size-divisible-by 4 --transformer-impl local"
 )
 LAYOUTS = [(2, "--ep 2 --use-distributed-optimizer --exit-interval 2"), (2, "--pp 2")]
@@ -48,3 +52,19 @@ def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_ex
     megaconv.convert(mixed / "moved" / "ckpt", mixed / "back", saver="hf")
     prints = [megaconv.fingerprint(mixed / name) for name in ("back", "moved/ckpt")]
     assert prints[0].weights == prints[1].weights
+
+
+def test_megatron_core_loads_dense_layers_and_experts_strictly(mixed: Path) -> None:
+    train(mixed, 2, f"{COMMAND} --bf16 --ep 2 --use-distributed-optimizer")
+    script = ["-m", "tests.trainer.loop.core_load", str(mixed / "ckpt" / "iter_0000004"), "1", str(mixed / "meeting")]
+    environment = os.environ | {
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, *script], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tensors and their optimizer state" in done.stdout
