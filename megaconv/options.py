@@ -165,7 +165,9 @@ def byte_size(text: str | int) -> int:
         raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < _LEAST_BYTES:
-        raise UsageError(f"{text!r} is {size} bytes; write a number with a unit, such as 256MiB or 5GB")
+        raise UsageError(
+            f"{text!r} is {size} bytes, expected {_LEAST_BYTES} bytes or more; write a number with a unit, such as 256MiB or 5GB"
+        )
     return size
 
 

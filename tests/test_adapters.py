@@ -239,3 +239,16 @@ def test_what_peft_itself_merges_comes_out_the_same(
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert run("merge", tmp_path / "base", tmp_path / "adapter", "--save-dir", tmp_path / "out").status == 0
     assert_same_bits(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "merged/model.safetensors"))
+
+
+def test_an_adapter_that_is_not_there_is_told_apart_from_a_directory_of_something_else(tmp_path: Path) -> None:
+    model, out = FIXTURES / "peft-llama-all-linear" / "base", tmp_path / "out"
+    assert_refused(run("merge", model, tmp_path / "adaptor", "--save-dir", out), 2, "adaptor", "no such directory")
+    assert_refused(run("merge", model, model, "--save-dir", out), 2, "has no adapter_config.json")
+
+
+def test_a_quiet_merge_prints_no_summary(tmp_path: Path) -> None:
+    case = FIXTURES / "peft-llama-all-linear"
+    outcome = run("merge", case / "base", case / "adapter", "--save-dir", tmp_path / "out", "--quiet")
+    assert (outcome.status, outcome.out, outcome.err.count("\n")) == (0, "", 1)
+    assert outcome.err.startswith("merged LoRA adapter")

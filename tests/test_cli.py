@@ -83,6 +83,13 @@ def test_the_examples_of_convert_run(hf: Path, tmp_path: Path, monkeypatch: pyte
     assert run("diff", "Llama-2-7b", "Llama-back").status == 0
 
 
+def test_help_lists_commands_in_the_order_of_their_modules() -> None:
+    listed = run("--help").out.partition("Commands:")[2]
+    found = [line.split()[0] for line in listed.splitlines() if re.match(r"  \S", line)]
+    assert found == list(COMMANDS)
+    assert "..." not in listed
+
+
 def test_without_a_command_help_is_shown() -> None:
     assert re.search(r"Usage: .*megaconv", "".join(run()[1:]))
 

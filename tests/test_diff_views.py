@@ -54,6 +54,17 @@ def test_differences_within_the_tolerance_are_none(model: Path) -> None:
     assert run("diff", model, other, "--tolerance", "1e-6").status == 4
 
 
+def test_a_tolerance_is_a_number(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor + 1)
+    for word in ("nan", "inf"):
+        assert_refused(run("diff", model, other, "--tolerance", word), 2, "--tolerance")
+
+
+def test_metadata_alone_doesnt_call_tensors_equal(model: Path) -> None:
+    other = finetuned(model, lambda name, tensor: tensor + 1)
+    assert run("diff", model, other, "--metadata").out == "the same names, shapes and dtypes: 30 tensors\n"
+
+
 def test_metadata_alone_doesnt_look_at_values(model: Path) -> None:
     other = finetuned(model, lambda name, tensor: tensor + 1)
     assert run("diff", model, other, "--metadata").status == 0

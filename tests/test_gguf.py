@@ -1,5 +1,6 @@
 """GGUF outputs: tensor by tensor and value by value against what llama.cpp's own converter made of the same models."""
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,13 @@ def test_rows_that_are_no_whole_blocks_are_stored_in_16_bits(tmp_path: Path) -> 
     found = written(write_llama(tmp_path / "in", ffn=112), tmp_path / "out", "gguf_type=q8_0", "tokenizer=none")
     kinds = {name: kind for name, (_, kind, _) in found.tensors.items()}
     assert (kinds["blk.0.ffn_down.weight"], kinds["blk.0.ffn_up.weight"], kinds["output_norm.weight"]) == (1, 8, 0)
+
+
+def test_parameters_are_the_models_and_not_bytes_of_blocks(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "in")
+    place = ("--load-dir", source, "--saver", "gguf", "--save-dir", tmp_path / "out", "--option", "tokenizer=none")
+    outcome = run("convert", *place, "--option", "gguf_type=q8_0", "--json")
+    assert json.loads(outcome.out)["parameters"] == megaconv.inspect(source).to_json()["parameters"]
 
 
 def test_families_without_names_there_are_refused_with_the_list(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`megaconv inspect` of what can't be converted: single files, adapters, unknown architectures; and of damaged files."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,11 @@ def test_a_model_of_an_unknown_architecture_is_listed_and_not_converted(tmp_path
     assert found["facts"]["hidden_size"] == "32"
     assert len({tensor["file"] for tensor in found["tensors"].values()}) == 2
     shown = run("inspect", model).out
-    assert "\nconvertible no: " in shown
+    lines = shown.splitlines()
+    assert lines[-1].startswith("convertible  ")
+    assert lines[-1].split(maxsplit=1)[1].startswith("no: ")
+    values = [gap.end() for line in lines if (gap := re.search(r"\S  +", line))]
+    assert values == [values[0]] * len(lines), "values stand below each other"
     assert_refused(run("convert", "--load-dir", model, "--saver", "core", "--save-dir", tmp_path / "out"), 3, "Zebra")
 
 

@@ -78,6 +78,18 @@ def test_tensors_are_found_by_canonical_and_by_native_name(tmp_path: Path) -> No
     assert len(shown(model, "--tensors")["tensors"]) == 21
 
 
+def test_a_glob_that_fits_no_tensor_is_an_error(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    for path in (model, model / "model.safetensors"):
+        assert_refused(run("inspect", path, "--tensors", "layer.0.*"), 2, "--tensors 'layer.0.*'", "fits no tensor")
+
+
+def test_a_page_in_a_directory_that_is_not_there_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    model, page = write_llama(tmp_path / "model"), tmp_path / "none" / "page.html"
+    assert_refused(run("inspect", model, "--stats", "--html", page), 2, "--html", str(page), "no such directory")
+    assert_refused(run("inspect", model, "--html", tmp_path), 2, "--html", "is a directory")
+
+
 def test_a_tensors_file_and_offset_lead_to_its_bytes(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model", layers=1)
     (place,) = shown(model, "--tensors", "final_norm.weight")["tensors"]["final_norm.weight"]["places"]

@@ -138,4 +138,5 @@ def test_all_faults_are_listed_in_one_go(tmp_path: Path) -> None:
 def test_a_single_file_and_one_that_is_not_there(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model")
     assert run("scan", model / "model.safetensors").status == 0
+    assert run("scan", model / "model.safetensors").out.startswith(f"{model / 'model.safetensors'}: 1 file: ")
     assert run("scan", tmp_path / "nothing").status == 2

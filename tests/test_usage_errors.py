@@ -6,7 +6,7 @@ from typing import NoReturn
 import pytest
 
 from formats.tensor import FileTensor, StridedTensor
-from tests.models import write_llama
+from tests.models import write_config, write_llama
 from tests.runs import Outcome, assert_refused, run, snapshot, unchanged, write_old_output
 
 
@@ -52,8 +52,8 @@ def convert(model: Path, *options: object, saver: str = "core") -> Outcome:
         ("--pp 2 --pipeline-model-parallel-layout Ettt|L", ["3 layers", "4"]),
         ("--pp 2 --pipeline-model-parallel-layout Etttt", ["Etttt", "expected E"]),
         ("--pp 2 --layer-split 2,2 --decoder-first-pipeline-num-layers 2", ["one layer split"]),
-        ("--ep 2", ["ep = 2", "no experts"]),
-        ("--etp 2", ["etp = 2", "no experts"]),
+        ("--ep 2", ["(ep) = 2:", "no experts"]),
+        ("--etp 2", ["(etp) = 2:", "no experts"]),
     ],
 )
 @pytest.mark.usefixtures("_no_reading")
@@ -62,6 +62,10 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(
 ) -> None:
     with unchanged(model.parent):
         assert_refused(convert(model, *options.split()), 2, *words)
+
+
+def test_a_size_that_is_too_small_is_refused_with_the_least(model: Path) -> None:
+    assert_refused(convert(model, "--max-memory", "1KiB"), 2, "'1KiB'", "4096 bytes", "unit")
 
 
 def test_layers_that_can_not_be_shared_out_evenly_are_refused_with_a_split_that_works(tmp_path: Path) -> None:
@@ -260,3 +264,22 @@ def test_a_source_is_the_same_after_a_conversion_as_before(model: Path, tmp_path
     before = snapshot(model)
     assert convert(model, "--verify").status == 0
     assert snapshot(model) == before
+
+
+def test_a_conversion_without_a_saver_is_told_which_there_are(model: Path) -> None:
+    assert_refused(run("convert", model, model.parent / "out"), 2, "--saver is missing", "core", "hf", "gguf")
+
+
+def test_a_demo_is_not_made_over_another_one(tmp_path: Path) -> None:
+    (tmp_path / "demo" / "llama").mkdir(parents=True)
+    outcome = run("demo", "--dir", tmp_path / "demo")
+    assert outcome.status == 2
+    assert (
+        outcome.err
+        == f"megaconv: error: {tmp_path / 'demo' / 'llama'}: already exists; choose another place, or remove it\n"
+    )
+
+
+def test_a_wrong_value_in_a_config_is_said_with_its_path(model: Path) -> None:
+    write_config(model, {"architectures": ["LlamaForCausalLM"], "hidden_size": None})
+    assert_refused(convert(model), 3, f"{model / 'config.json'}: hidden_size should be a positive number")

@@ -98,3 +98,7 @@ def test_a_record_that_is_none_is_refused(record: str, tmp_path: Path) -> None:
     out = written(tmp_path / "out", "hf")
     (out / "megaconv.json").write_text(record)
     assert_refused(run("verify", out), 3, "megaconv.json")
+
+
+def test_a_path_that_is_not_there_is_not_one_without_a_record(tmp_path: Path) -> None:
+    assert_refused(run("verify", tmp_path / "nothing"), 2, "no such file or directory")

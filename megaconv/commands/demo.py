@@ -16,7 +16,7 @@ from megaconv.engine.conversion import convert, fingerprint
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import ConvertOptions, open_source
 from megaconv.engine.rounding import rounded
-from megaconv.errors import ModelsDiffer
+from megaconv.errors import ModelsDiffer, TargetExists
 from megaconv.families.llama import FAMILY
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
@@ -37,7 +37,10 @@ _CONFIG = {
 
 def make_model(path: Path) -> None:
     """A Llama with random weights and a byte-pair tokenizer, as transformers would save it."""
-    path.mkdir(parents=True)
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise TargetExists(f"{path}: already exists; choose another place, or remove it") from None
     vocab = _make_tokenizer(path)
     config = _CONFIG | {"vocab_size": vocab}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

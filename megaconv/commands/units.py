@@ -2,6 +2,9 @@
 
 
 def share(part: int, whole: int) -> str:
+    """12%; <1% for what rounds to nothing and isn't."""
+    if 0 < 200 * part < whole:
+        return "<1%"
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 

@@ -10,7 +10,7 @@ from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
-from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
+from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer, UsageError
 from megaconv.families import only_text_converts
 from megaconv.hub import Place, resolve
 from megaconv.model.check import listing
@@ -89,6 +89,8 @@ def _need_record(place: Place) -> Record:
             f"{place}: a URI has no record beside it to verify it against; megaconv diff compares with another checkpoint",
             code="no-fingerprints",
         )
+    if not place.exists():
+        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
     record = find_record(place)
     if record is not None:
         return record

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.opened import OpenedFiles
 from formats.staging import Staging
@@ -27,9 +27,6 @@ from megaconv.families import only_text_converts
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LoadOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 def convert(

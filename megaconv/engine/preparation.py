@@ -73,6 +73,8 @@ class Report:
     memory: int
     record_bytes: int
     """Size of megaconv.json, which no plan contains since its fingerprints are known last."""
+    parameters: int
+    """Of the model: `header` is of what is stored, which may be blocks of bytes."""
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
@@ -115,7 +117,7 @@ class Report:
         return {
             "target": str(self.target),
             "family": self.header.config.family,
-            "parameters": self.header.parameters,
+            "parameters": self.parameters,
             "tensors": len(self.header.manifest),
             "files": self.files,
             "from_base": list(self.plan.from_base),
@@ -202,6 +204,7 @@ def prepare(
     rounds = "out_norm" in options.save.allow_lossy
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
         source = PlainSource(source, exact=not rounds)
+    parameters = source.header.parameters
     source, stored = _stored(source, saver, options, processes)
     header = stored.read_header if stored is not None and stored.is_fp8 else source.header
     check = SourceCheck()
@@ -218,8 +221,9 @@ def prepare(
     code = () if isinstance(described, str) else code_left_out(described)
     missing = missing_parts(source.header, plan) if options.save.base is None else ()
     report = Report(
-        header, plan, Path(save_dir), memory, size, code=code, missing=missing, check=check, adapters=adapters
-    )
+        header, plan, Path(save_dir), memory, size, parameters,
+        code=code, missing=missing, check=check, adapters=adapters,
+    )  # fmt: skip
     errors = stored.errors if stored is not None and stored.is_fp8 else None
     return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaconv import plugins
-from megaconv.errors import UnknownFamily, UsageError
+from megaconv.errors import CheckpointError, UnknownFamily, UsageError
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
@@ -154,7 +154,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     known = ", ".join(name for family in all_families().values() for name in family.architectures)
     raise UnknownFamily(
-        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see CONTRIBUTING.md"
+        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see docs/add-a-model.md"
     )
 
 
@@ -221,10 +221,15 @@ def read_config(path: Path, *, text_only: bool = False) -> tuple[Family, ModelCo
     """
     raw = load_config(path)
     require_countable(raw, str(path))
-    with well_formed(str(path)):
-        raw = _text_only(raw, str(path)) if text_only else raw
-        found = family_of_hf(raw, str(path))
-        return found, found.read_hf(raw)
+    try:
+        with well_formed(str(path)):
+            raw = _text_only(raw, str(path)) if text_only else raw
+            found = family_of_hf(raw, str(path))
+            return found, found.read_hf(raw)
+    except CheckpointError as error:  # families know the file by its name alone
+        if str(error).startswith(f"{CONFIG_NAME}: "):
+            error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
+        raise
 
 
 def family(name: str) -> Family:

@@ -1,5 +1,6 @@
 """The command line: a file a command. Work is imported inside each command, so that --help answers at once."""
 
+import re
 from importlib import import_module
 
 from megaconv.commands.cli.app import app
@@ -12,6 +13,17 @@ COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verif
 
 for _name in COMMANDS:
     import_module(f"{__name__}.{_name}")
+
+_modules = {
+    command.callback.__module__.rpartition(".")[2]: command for command in app.registered_commands if command.callback
+}
+app.registered_commands[:] = [
+    _modules[name] for name in COMMANDS
+]  # a module may have imported another, which came first
+for _command in app.registered_commands:
+    _command.short_help = re.split(r"(?<=\.)\s", _command.callback.__doc__ or "")[
+        0
+    ]  # click would cut it at the line's end
 
 
 def main() -> None:

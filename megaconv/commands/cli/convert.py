@@ -15,7 +15,7 @@ from megaconv.terminal import show
 
 @app.command(epilog=opt.CONVERT_EXAMPLES, cls=GroupedCommand)
 def convert(
-    saver: opt.Saver,
+    saver: opt.Saver = "",
     source: opt.Source = None,
     target: opt.Target = None,
     load_dir: opt.LoadDir = None,
@@ -79,9 +79,13 @@ def convert(
     save_dir = opt.one_place(target, save_dir, "output", "--save-dir")
     from megaconv.engine.preparation import ConvertOptions
     from megaconv.engine.ranks import started_ranks
+    from megaconv.errors import UsageError
     from megaconv.model.layout import LayerSplit
     from megaconv.options import LoadOptions, SaveOptions, adapter_choice, byte_size, checkpoint_types, numbers
+    from megaconv.registry import SAVERS
 
+    if not saver:
+        raise UsageError(f"--saver is missing, which says what to write; choose one of {', '.join(SAVERS)}")
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
     pp, split_rank = opt.all_stages(pp, split_rank, encoder_pp)
     split = LayerSplit(
@@ -176,7 +180,7 @@ def _print_summary(save_dir: str, report: Any) -> None:
 
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
-    show(f"{save_dir}: {report.header.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
+    show(f"{save_dir}: {report.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     if (off := report.rounding) is not None:
         show(f"fp8-block   {off.count:,} weights are off by at most {off.largest:.3g}, {off.rms:.3g} rms")

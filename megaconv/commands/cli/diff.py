@@ -1,5 +1,6 @@
 """`megaconv diff`."""
 
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
@@ -47,6 +48,8 @@ def diff(
     from megaconv.errors import UsageError
     from megaconv.options import LoadOptions
 
+    if not isfinite(tolerance):
+        raise UsageError(f"--tolerance {tolerance}: is not a number; write one such as 1e-3")
     if metadata and (stats or tolerance):
         raise UsageError("--metadata reads no weights, which --stats and --tolerance are about; leave one of them out")
     load = LoadOptions(optimizer=optimizer and not metadata, metadata_only=metadata, extra=opt.extra(option))
@@ -62,18 +65,24 @@ def diff(
     if as_json:
         print_json(found.to_json() | ({} if moved is None else {"movement": moved.to_json()}))
     else:
-        _print_diff(found, limit)
+        _print_diff(found, limit, "names, shapes and dtypes: " if metadata else "")
         for line in () if moved is None else moved.lines():
             show(line)
     if not found.same or (config_too and found.config):
         raise typer.Exit(4)
 
 
-def _print_diff(found: Any, limit: int) -> None:
+def _print_diff(found: Any, limit: int, compared: str) -> None:
+    """compared: what alone was, where that isn't all of a tensor."""
     within = f", {found.within} of them within the tolerance" if found.within else ""
     if found.same:
         slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
-        show(f"the same: {found.tensors} tensors are equal{slots}{within}")
+        same = (
+            f"the same {compared}{found.tensors} tensors"
+            if compared
+            else f"the same: {found.tensors} tensors are equal"
+        )
+        show(f"{same}{slots}{within}")
     else:
         show(f"different: {len(found.differences)} of {found.tensors} tensors{within}")
     for name, left, right in found.config:

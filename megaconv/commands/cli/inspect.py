@@ -85,8 +85,10 @@ def inspect(
         for note in (note for view in shown for note in view.notes):
             show(f"megaconv: {note}", sys.stderr)
     else:
-        for label, text in found.lines():
-            show(f"{label:<11} {text}")
+        lines = list(found.lines())
+        width = max(len(label) for label, _ in lines)
+        for label, text in lines:
+            show(f"{label:<{width}}  {text}")
     _end_if_changed(path, found)
 
 

@@ -33,10 +33,11 @@ def merge(
     dry_run: opt.DryRun = False,
     resume: opt.Resume = False,
     overwrite: opt.Overwrite = False,
+    quiet: opt.Quiet = False,
     as_json: opt.Json = False,
 ) -> None:
     """Merge LoRA adapters into the model that they were trained on. Short for `convert --adapter`, which shards as well."""
     convert(
         saver, base, save_dir, loader=loader, config=config, dtype=dtype, adapter=adapters, max_memory=max_memory, workers=workers,
-        verify=verify, dry_run=dry_run, resume=resume, overwrite=overwrite, as_json=as_json,
+        verify=verify, dry_run=dry_run, resume=resume, overwrite=overwrite, quiet=quiet, as_json=as_json,
     )  # fmt: skip

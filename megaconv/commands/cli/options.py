@@ -51,7 +51,10 @@ SaveDir = Annotated[str, _SAVE_DIR]  # a text, which may be empty, as a path may
 OptionalSaveDir = Annotated[str | None, _SAVE_DIR]
 Saver = Annotated[
     str,
-    typer.Option("--saver", help="What to write: core, legacy, hf or llama_mistral (`megaconv formats` lists all)."),
+    typer.Option(
+        "--saver",
+        help="What to write: core, legacy, dcp, hf, llama_mistral or gguf (`megaconv formats` describes them).",
+    ),
 ]
 Loader = Annotated[str | None, typer.Option("--loader", help="What to read; detected from the files by default.")]
 LoaderA = Annotated[str | None, typer.Option("--loader-a", help="What to read A with, where it isn't --loader.")]

@@ -43,4 +43,4 @@ def _print(found: Any) -> None:
     for name, count in sorted(names.items()):
         show(f"ordinary {name} ({count})")
     verdict = {0: "nothing that runs code, no faults", 3: "nothing that runs code; faults", 6: "unsafe"}[found.status]
-    show(f"{found.path}: {found.files} files: {verdict}")
+    show(f"{found.path}: {found.files} file{'s' * (found.files != 1)}: {verdict}")

@@ -73,6 +73,8 @@ class Subject:
 
 def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
     """In a fixed order. blocks: whether the terminal can show block characters. Raises CheckpointError."""
+    if asked.html is not None:
+        _require_place(asked.html)
     makers: list[tuple[object, Callable[[], View]]] = [
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
@@ -101,10 +103,17 @@ def _tree(subject: Subject) -> View:
 def _tensors(subject: Subject, glob: str) -> View:
     if isinstance(subject.found, Survey):
         listed = tensors.fitting(subject.found.tensors, glob)
+        _require_some(listed, glob)
         document: Any = {tensor.name: tensor.to_json() for tensor in listed}
         return View("tensors", document, tensors.stored_lines(subject.found.tensors, glob))
     found = tensors.of_source(subject.source(), subject.root(), glob)
+    _require_some(found, glob)
     return View("tensors", tensors.to_json(found), [line for each in found for line in each.lines()])
+
+
+def _require_some(listed: Sequence[object], glob: str) -> None:
+    if not listed and glob != "*":
+        raise UsageError(f"--tensors {glob!r}: fits no tensor; --tree shows the modules, --tensors alone all tensors")
 
 
 def _layout(subject: Subject, blocks: bool) -> View:
@@ -133,6 +142,14 @@ def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
 def _megatron_args(subject: Subject) -> View:
     found, notes = megatron_args.megatron_args(subject.known("megatron-args").header, subject.root())
     return View("megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes)
+
+
+def _require_place(page: Path) -> None:
+    """Before --stats reads everything for a page that can't be written. Raises UsageError."""
+    if page.is_dir():
+        raise UsageError(f"--html {page}: is a directory; give the name of a file")
+    if not page.parent.is_dir():
+        raise UsageError(f"--html {page}: there is no such directory as {page.parent}")
 
 
 def _html(subject: Subject, asked: Asked) -> View:

@@ -109,6 +109,8 @@ class Adapter:
 
 def open_adapter(directory: Path) -> Adapter:
     """Raises CheckpointError for what is not a complete LoRA adapter, or is of a kind that can't be merged."""
+    if not directory.is_dir():
+        raise UsageError(f"--adapter {directory}: no such directory")
     if not (directory / CONFIG).is_file():
         raise UsageError(
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
@@ -142,7 +144,9 @@ def read_config(path: Path) -> AdapterConfig:
             str(raw.get("base_model_name_or_path") or ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
-        raise CorruptCheckpoint(f"{path}: is not the configuration of a LoRA adapter ({error!r})") from error
+        raise CorruptCheckpoint(
+            f"{path}: is not the configuration of a LoRA adapter ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:

@@ -24,7 +24,8 @@ ENCODER_STAGES = (
     "that is not supported: its state is neither read nor written"
 )
 NO_SCHEDULER = (
-    "the source has no opt_param_scheduler, without which Megatron loads an optimizer only with --no-load-optim"
+    "the source has no scheduler's state (opt_param_scheduler), without which Megatron-LM's training script doesn't load the "
+    "optimizer either: start it with --no-load-optim"
 )
 
 _PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)

@@ -112,9 +112,11 @@ def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, option
 def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
     """(ep, etp). Expert tensor parallel size follows tensor parallel size unless it is asked for."""
     if not config.experts.count:
-        if (options.ep or 1) > 1 or (options.etp or 1) not in (1, tp):
+        if (options.ep or 1) > 1:
+            raise LayoutError(f"expert parallel size (ep) = {options.ep}: this model has no experts; leave it out")
+        if (options.etp or 1) not in (1, tp):
             raise LayoutError(
-                f"expert parallel sizes ep = {options.ep}, etp = {options.etp}: this model has no experts; leave them out"
+                f"expert tensor parallel size (etp) = {options.etp}: this model has no experts; leave it out"
             )
         return 1, 1
     ep = options.ep or source.ep
