@@ -12,6 +12,7 @@ import megaconv
 from megaconv.engine.fp8_blocks import e4m3
 from megaconv.errors import UsageError
 from tests.models import write_llama
+from tests.test_families import write_model
 
 ROUNDED = tuple(f"{kind}_proj.weight" for kind in ("q", "k", "v", "o", "gate", "up", "down"))
 
@@ -78,6 +79,16 @@ def test_transformers_dequantizes_an_output_in_fp8_to_what_we_read(tmp_path: Pat
         scales = stored[name + "_scale_inv"]
         expected = Fp8Dequantize(None)._dequantize_one(stored[name], scales, output_dtype=torch.bfloat16)
         assert torch.equal(read[name], expected), name
+
+
+def test_a_fused_tensor_is_quantized_where_its_pieces_fill_whole_blocks(tmp_path: Path) -> None:
+    for ffn, is_quantized in ((128, True), (96, False)):
+        given, made = write_model(tmp_path / f"{ffn}", "glm4", intermediate_size=ffn), tmp_path / f"{ffn}-fp8"
+        megaconv.convert(given, made, saver="hf", quantize="fp8-block", verify=True)
+        name = "model.layers.0.mlp.gate_up_proj"
+        kept = json.loads((made / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+        assert (f"{name}.weight_scale_inv" in load_file(made / "model.safetensors")) == is_quantized
+        assert (name in kept) != is_quantized
 
 
 def test_an_unknown_quantization_names_the_known_one(tmp_path: Path) -> None:

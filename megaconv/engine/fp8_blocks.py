@@ -14,8 +14,9 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
 from megaconv.engine import rounding
+from megaconv.engine.assembled import window
 from megaconv.errors import NotExpressible
 
 BLOCK = 128
@@ -25,6 +26,8 @@ SCALES = "_scale_inv"
 READ_AS = "bfloat16"
 """What a reader makes of such a weight, unless it is asked for another dtype."""
 _LARGEST = np.float32(448)
+_AT_ONCE = 1 << 17
+"""Elements that arithmetic is done with at a time, so that what lies between two steps of it stays small."""
 
 
 @dataclass
@@ -75,9 +78,11 @@ class Blocks:
     def _scales(self) -> rounding.Floats:
         rows, cols = matrix_shape(self.source.shape)
         largest = np.empty(grid(self.source.shape), np.float32)
-        for index, row in enumerate(range(0, rows, BLOCK)):
-            highest = np.abs(self.read(Box(row, min(row + BLOCK, rows), 0, cols))).max(axis=0)
-            largest[index] = np.maximum.reduceat(highest, range(0, cols, BLOCK))
+        for row in range(0, rows, BLOCK):
+            for col in range(0, cols, _AT_ONCE // BLOCK):
+                box = Box(row, min(row + BLOCK, rows), col, min(col + _AT_ONCE // BLOCK, cols))
+                found = np.maximum.reduceat(np.abs(self.read(box)).max(axis=0), range(0, box.cols, BLOCK))
+                largest[row // BLOCK, col // BLOCK : col // BLOCK + len(found)] = found
         if not np.isfinite(largest).all():
             raise NotExpressible(f"{self.name}: holds values that are not finite, which FP8 by blocks can't express")
         scales = largest / _LARGEST
@@ -102,14 +107,19 @@ class Fp8Values:
         return self.blocks.source.shape
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        numbers, scales = self.blocks.read(box), self.blocks.scales_of(box)
-        codes = e4m3(numbers / scales)
-        self.errors.add(_values(codes) * scales - numbers)
-        np.copyto(out, codes)
+        for part in box_blocks(box, self.dtype, _AT_ONCE):
+            numbers, scales = self.blocks.read(part), self.blocks.scales_of(part)
+            codes = e4m3(numbers / scales)
+            self.errors.add(_values(codes) * scales - numbers)
+            np.copyto(window(out, box, part, 1), codes)
 
     def as_read(self, box: Box, stored: Bytes) -> Bytes:
         """The bytes that a reader has of a rectangle: what fingerprints are made of."""
-        return rounding.rounded(_values(stored) * self.blocks.scales_of(box), READ_AS)
+        read = np.empty((box.rows, box.cols * ITEMSIZE[READ_AS]), np.uint8)
+        for part in box_blocks(box, self.dtype, _AT_ONCE):
+            numbers = _values(window(stored, box, part, 1)) * self.blocks.scales_of(part)
+            np.copyto(window(read, box, part, ITEMSIZE[READ_AS]), rounding.rounded(numbers, READ_AS))
+        return read
 
 
 @dataclass(frozen=True)

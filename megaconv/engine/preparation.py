@@ -89,7 +89,7 @@ class Report:
     merging: tuple[str, ...] = ()
     """The same for people."""
     rounding: Rounding | None = None
-    """By how much quantized weights are off, where there are any."""
+    """By how much quantized weights are off, where there are any: those that this run read, when it was resumed."""
 
     @property
     def notices(self) -> tuple[str, ...]:
