@@ -150,7 +150,7 @@ def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool
         return UnknownFormat(f"{path}: is one rank of a Megatron checkpoint; give the directory of all ranks: {root}")
     error = _of(DIRECTORIES, path)
     if error is None and below:
-        error = _parent(path, list(islice(_below(path, is_checkpoint), _LISTED)))
+        error = _parent(path, list(islice(_below(path, is_checkpoint), _LISTED + 1)))
     return error or _of(REMAINS, path)
 
 
@@ -172,7 +172,8 @@ def _parent(path: Path, below: list[Path]) -> CheckpointError | None:
         name = below[0].relative_to(path)
         return UnknownFormat(f"{path}: is no checkpoint itself; `{name}/` below is one: give {below[0]}")
     if below:
-        names = ", ".join(f"`{each.relative_to(path)}/`" for each in below)
+        more = " and more" if len(below) > _LISTED else ""
+        names = ", ".join(f"`{each.relative_to(path)}/`" for each in below[:_LISTED]) + more
         return UnknownFormat(f"{path}: is no checkpoint itself; these below are, give one of them: {names}")
     return None
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from formats import torch_zip
 from megaconv.checkpoint import open_checkpoint
-from megaconv.commands.cli.options import numbers
 from megaconv.errors import LayoutError
 from megaconv.model.layout import (
     Chunk,
@@ -21,6 +20,7 @@ from megaconv.model.layout import (
     split_layers,
     uneven_splits,
 )
+from megaconv.options import numbers
 from tests.conftest import FIXTURES
 from tests.strategies import layouts
 

@@ -63,6 +63,14 @@ def rank_file(path: Path) -> Path:
     return one_rank(path) / "model_optim_rng.pt"
 
 
+def test_of_many_checkpoints_below_some_are_listed_and_more_are_said(tmp_path: Path) -> None:
+    for number in range(6):
+        shutil.copytree(CORE / "checkpoint", tmp_path / f"run{number}")
+    outcome = run("fingerprint", tmp_path)
+    assert_refused(outcome, 3, "`run0/`", "`run4/` and more")
+    assert "run5" not in outcome.err
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
