@@ -62,6 +62,8 @@ class SaveOptions:
     """What may be left out, or made like something else, where the target can't express it: any of LOSSES."""
     base: Path | None = None
     """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
+    quantize: str | None = None
+    """How an `hf` output stores the weights of linear layers (`fp8-block`); None: as they are."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -120,6 +122,9 @@ LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")
 """`activation`: BERT's layers and the transform before its head have one in transformers; in Megatron core the head has gelu.
 `overflow`: values beyond the range of the dtype asked for become infinite. `out_norm`: weights of norms that Transformer
 Engine's layers store less 1 are rounded where their dtype has no exact value for the weight itself."""
+
+QUANTIZATIONS = ("fp8-block",)
+"""What `quantize` knows."""
 
 CHECKPOINT_TYPES = ("hf", "meta", "mistral")
 

@@ -7,8 +7,10 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
+from megaconv.engine.hf_quantization import LOSSY, fp8_forms, with_quantization, with_scales
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
+from megaconv.engine.stored_forms import Form
 from megaconv.engine.weight_files import hf_namings
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -22,12 +24,23 @@ from megaconv.options import SaveOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
 
+READS_BACK = True
+"""Whether our loader reads what `forms` stores."""
+
 _log = logging.getLogger("megaconv")
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
     """Fields of the options that choose something."""
-    return ("max_shard_bytes", "base")
+    return ("max_shard_bytes", "base", "quantize")
+
+
+def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
+    """Those of the weights that are to be quantized. Raises UsageError and NotExpressible for what can't be."""
+    if options.quantize is None:
+        return {}
+    natives = _natives(family(header.config.family), header.config, HF)
+    return fp8_forms([native for native in natives if native.copy is None], header, options)
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
@@ -41,6 +54,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     base = open_base(options.base, config.dtype, overflow=overflow) if options.base is not None else None
     listed = _natives(table, config, HF) if base is None else _as_in(base, table, config)
     natives = [native for native in listed if native.copy is None or native.copy.written]
+    if options.quantize is not None:
+        files[CONFIG_NAME] = PlainFile(with_quantization(table.config_json(config), natives, header))
+        natives = [each for native in natives for each in with_scales(native, header)]
     names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
     if base is not None:
         names = base.names_of(_shapes(natives), {native.name for native in listed})
@@ -60,6 +76,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             placements.setdefault(Key(name), []).append(Placement(file_of[record], record, row_bytes, regions))
     # Only Megatron's checkpoints have a layout: from another source nothing passes between two ways to compute the model.
     notices = table.notices(config) if header.layout is not None else ()
+    if options.quantize is not None:
+        notices = (*notices, LOSSY)
     return OutputPlan(files, placements, notices=notices, from_base=added)
 
 

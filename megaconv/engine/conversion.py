@@ -91,7 +91,8 @@ def _convert(
         opened.require_as_stored(whole=ranks.size == 1)  # several ranks may each have read but a part
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits
-        fingerprint = combine(_gather(ranks, shares, digests))
+        gathered = _gather(ranks, shares, digests)
+        fingerprint = combine({key: gathered[key] for key in gathered if key in report.header.manifest})
         if not ranks.rank:
             report.check.compare(fingerprint)
         if options.verify:
@@ -102,7 +103,9 @@ def _convert(
             staging.keep()
         else:
             record = staging.file(RECORD_NAME, report.record_bytes)
-            written = record_json(str(load_dir), saver, source.header, report.plan, fingerprint, report.adapters)
+            written = record_json(
+                str(load_dir), saver, report.header, report.plan, fingerprint, report.adapters, options.save.quantize
+            )
             record.write(0, written)
             staging.commit()
     except BaseException as error:

@@ -14,6 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
+from megaconv.engine.fp8_blocks import READ_AS, Fp8Values
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.shifted import ShiftedHasher
 from megaconv.model.ir import WEIGHT, Key, Source, shift_of
@@ -22,7 +23,8 @@ from megaconv.model.ir import WEIGHT, Key, Source, shift_of
 def tensor_hasher(tensor: LazyTensor) -> Any:
     """A BLAKE3 (or what is used like one) that has seen dtype and shape and waits for the bytes."""
     shape, shift = ",".join(map(str, tensor.shape)), shift_of(tensor)
-    plain = blake3(f"{tensor.dtype}\0{shape}\0".encode())
+    dtype = READ_AS if isinstance(tensor, Fp8Values) else tensor.dtype
+    plain = blake3(f"{dtype}\0{shape}\0".encode())
     if not shift:
         return plain
     return ShiftedHasher(plain, blake3(f"{tensor.dtype}{shift:+d}\0{shape}\0".encode()), tensor.dtype, shift)

@@ -12,6 +12,7 @@ from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.completeness import completeness_notices, missing_parts
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine
+from megaconv.engine.fp8_blocks import Rounding
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
 from megaconv.engine.shifted import PlainSource
@@ -87,6 +88,8 @@ class Report:
     """Those that were merged into the weights, as megaconv.json says it."""
     merging: tuple[str, ...] = ()
     """The same for people."""
+    rounding: Rounding | None = None
+    """By how much quantized weights are off, where there are any: those that this run read, when it was resumed."""
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -127,6 +130,7 @@ class Report:
             "notices": list(self.notices),
             "missing": list(self.missing),
             "verified": self.verified,
+            "quantized": None if self.rounding is None else self.rounding.to_json(),
         }
 
 
@@ -201,7 +205,8 @@ def prepare(
     if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
         source = PlainSource(source, exact=not rounds)
     parameters = source.header.parameters
-    source = _stored(source, saver, options)
+    source, stored = _stored(source, saver, options, processes)
+    header = stored.read_header if stored is not None and stored.is_fp8 else source.header
     check = SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None
@@ -209,17 +214,18 @@ def prepare(
         check = check_source(place, written, source.header.manifest, other_shapes=overridden, altered=altered)
     plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
     memory = memory_needed(options.max_memory, workers_of(options))
-    blank = combine(dict.fromkeys(source.header.manifest, "0" * 64))
+    blank = combine(dict.fromkeys(header.manifest, "0" * 64))
     adapters = tuple(each.to_json() for each in merged.merged) if merged else ()
-    size = len(record_json(str(load_dir), saver, source.header, plan, blank, adapters))
+    size = len(record_json(str(load_dir), saver, header, plan, blank, adapters, options.save.quantize))
     described = options.load.config or place
     code = () if isinstance(described, str) else code_left_out(described)
     missing = missing_parts(source.header, plan) if options.save.base is None else ()
     report = Report(
-        source.header, plan, Path(save_dir), memory, size, parameters,
+        header, plan, Path(save_dir), memory, size, parameters,
         code=code, missing=missing, check=check, adapters=adapters,
     )  # fmt: skip
-    return source, replace(report, merging=merged.notices if merged else ())
+    errors = stored.errors if stored is not None and stored.is_fp8 else None
+    return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:
@@ -238,17 +244,23 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSo
     return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
 
 
-def _stored(source: Source, saver: str, options: ConvertOptions) -> Source:
-    """As the output stores it, where its saver says how (`forms`)."""
+def _stored(source: Source, saver: str, options: ConvertOptions, processes: int) -> tuple[Source, StoredSource | None]:
+    """(as the output stores it; the same where its saver says how, by `forms`)."""
     found = registry.saver(saver)
     forms = getattr(found, "forms", None)
     if forms is None:
-        return source
-    if options.verify:
+        return source, None
+    if options.verify and not getattr(found, "READS_BACK", False):
         raise UsageError(f"--verify: an output of --saver {saver} can't be read back; leave it out")
+    if options.save.quantize and processes > 1:
+        raise UsageError("--quantize: one process has to see all weights, to say how far they are off; start only one")
     takes = {key: value for key, value in options.all_extra().items() if key in registry.options_of(found)}
     save = replace(options.save, extra=takes)
-    return StoredSource(source, forms(source.header, save), overflow="overflow" in options.save.allow_lossy)
+    asked = forms(source.header, save)
+    if not asked:
+        return source, None
+    stored = StoredSource(source, asked, overflow="overflow" in options.save.allow_lossy)
+    return stored, stored
 
 
 def load_options(saver: str, options: ConvertOptions) -> LoadOptions:

@@ -4,6 +4,7 @@
 "tensors"         the fingerprint of each, by canonical name
 "shapes"          `bfloat16[32,131]`, by the same names
 "files"           hashes (BLAKE3) of configuration, tokenizer and other small files, by their path below it
+"quantized"       how weights are stored, where a conversion quantized them (`fp8-block`): fingerprints are of what is read
 "adapters"        those that were merged into the weights: path, weight, hashes (SHA-256)
 "version"         the Megatron iteration that all this is about: `iter_0000005`, `release`
 """
@@ -101,13 +102,18 @@ def record_json(
     plan: OutputPlan,
     fingerprint: Fingerprint,
     adapters: Sequence[Mapping[str, Any]] = (),
+    quantized: str | None = None,
 ) -> bytes:
-    """What megaconv.json says. As long for one fingerprint as for any other. adapters: that were merged into the weights."""
+    """What megaconv.json says. As long for one fingerprint as for any other.
+
+    header: of what a reader of the output gets. adapters: that were merged into the weights. quantized: how they are stored.
+    """
     record = {
         "megaconv": __version__,
         "source": {"path": source_path, "kind": header.source},
         **({"adapters": list(adapters)} if adapters else {}),
         "saver": saver,
+        **({"quantized": quantized} if quantized else {}),
         "family": header.config.family,
         "fingerprint": fingerprint.weights,
         "optimizer_fingerprint": fingerprint.optimizer,

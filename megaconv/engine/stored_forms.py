@@ -6,7 +6,7 @@ What passes the stream then, and what is hashed, is what is stored. Q8_0 (ggml's
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from formats.gguf import BLOCK, BLOCK_BYTES
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.engine import rounding
 from megaconv.engine.cast import CastTensor
+from megaconv.engine.fp8_blocks import READ_AS, SCALES, Blocks, Fp8Scales, Fp8Values, Rounding, grid
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 
 
@@ -22,7 +23,7 @@ class Form(NamedTuple):
     """How one tensor is stored."""
 
     kind: str
-    """A dtype's name, or `q8_0`."""
+    """A dtype's name, `q8_0`, or `fp8_block` (`fp8_blocks.py`)."""
     add: int = 0
     """A number that is added in float32."""
 
@@ -90,20 +91,45 @@ def q8_0(blocks: np.ndarray) -> Bytes:
 
 @dataclass(frozen=True)
 class StoredSource:
-    """A source each of whose tensors comes as it is to be stored."""
+    """A source whose tensors come as they are to be stored. Those that no form is given for stay as they are."""
 
     source: Source
     forms: Mapping[Key, Form]
     overflow: bool
+    errors: Rounding = field(default_factory=Rounding)
+    """Of what is in FP8, as far as it was read."""
 
     @property
     def header(self) -> Header:
         header = self.source.header
-        manifest = {key: self._info(info, self.forms[key]) for key, info in header.manifest.items()}
+        manifest: dict[Key, TensorInfo] = {}
+        for key, info in header.manifest.items():
+            form = self._form(key, info.dtype)
+            if form.kind == "fp8_block":
+                manifest[key] = TensorInfo(info.shape, "float8_e4m3fn")
+                manifest[_scales(key)] = TensorInfo(grid(info.shape), "float32")
+            else:
+                manifest[key] = TensorInfo(
+                    stored_shape(info.shape, form), "uint8" if form.kind == "q8_0" else form.kind
+                )
         return replace(header, manifest=manifest)
 
-    def _info(self, info: TensorInfo, form: Form) -> TensorInfo:
-        return TensorInfo(stored_shape(info.shape, form), "uint8" if form.kind == "q8_0" else form.kind)
+    @property
+    def read_header(self) -> Header:
+        """The same for who reads the output: FP8 as plain weights, without scales."""
+        manifest = {
+            key: TensorInfo(info.shape, READ_AS) if self._form(key, info.dtype).kind == "fp8_block" else info
+            for key, info in self.header.manifest.items()
+            if key in self.source.header.manifest
+        }
+        return replace(self.source.header, manifest=manifest)
+
+    @property
+    def is_fp8(self) -> bool:
+        return any(form.kind == "fp8_block" for form in self.forms.values())
+
+    def _form(self, key: Key, dtype: str) -> Form:
+        return self.forms.get(key, Form(dtype))
 
     @property
     def changed(self) -> frozenset[Key]:
@@ -112,12 +138,21 @@ class StoredSource:
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         for key, tensor in self.source.tensors():
-            yield key, self._stored(key, tensor)
+            form = self._form(key, tensor.dtype)
+            if form.kind == "fp8_block":
+                blocks = Blocks(tensor, str(key))
+                yield key, Fp8Values(blocks, self.errors)
+                yield _scales(key), Fp8Scales(blocks)
+            else:
+                yield key, self._stored(key, tensor, form)
 
-    def _stored(self, key: Key, tensor: LazyTensor) -> LazyTensor:
-        form = self.forms[key]
+    def _stored(self, key: Key, tensor: LazyTensor, form: Form) -> LazyTensor:
         if form.kind == "q8_0":
             return Q8Tensor(tensor)
         if form.add:
             return AddedTensor(tensor, form.add)
         return tensor if tensor.dtype == form.kind else CastTensor(tensor, form.kind, str(key), self.overflow)
+
+
+def _scales(key: Key) -> Key:
+    return key._replace(name=key.name + SCALES)

@@ -149,8 +149,10 @@ class Transfer:
             for target in targets:
                 target.write(box, block, buffers)
             if hasher is not None:
-                hasher.update(block.reshape(-1))
-                self._advance(block.nbytes)
+                as_read = getattr(tensor, "as_read", None)  # of what readers get otherwise than it is stored
+                read = block if as_read is None else as_read(box, block)
+                hasher.update(read.reshape(-1))
+                self._advance(read.nbytes)
         finished = _Finished(key, hasher.hexdigest() if hasher else None)
         for target in targets:
             finished.runs.setdefault((target.place.file, target.place.record), []).extend(target.runs)

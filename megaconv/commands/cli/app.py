@@ -21,7 +21,7 @@ HEADINGS = {
     "Layout": "tp pp vpp ep etp layer_split first_layers last_layers account_for_embedding account_for_loss layout_string "
     "split_rank encoder_pp",
     "Form of the output": "ckpt_format transformer_impl grouped_experts vocab_divisor vocab_padding release max_shard_size dist_files",
-    "Values": "dtype optimizer distributed_optimizer allow_lossy",
+    "Values": "dtype quantize optimizer distributed_optimizer allow_lossy",
     "The run": "dry_run verify resume overwrite check_source max_memory workers quiet as_json",
 }
 """Heading in --help -> parameters of a command that has many; others come last."""

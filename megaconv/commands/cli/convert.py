@@ -48,6 +48,7 @@ def convert(
     true_vocab_size: opt.TrueVocab = None,
     checkpoint_type: opt.CheckpointType = None,
     max_shard_size: opt.MaxShardSize = "5GB",
+    quantize: opt.Quantize = None,
     dist_files: opt.DistFiles = None,
     base: opt.Base = None,
     text_only: opt.TextOnly = False,
@@ -101,7 +102,7 @@ def convert(
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
         vocab_padding=vocab_padding, distributed_optimizer=distributed_optimizer, release=release,
         max_shard_bytes=byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
-        allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base,
+        allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base, quantize=quantize,
     )  # fmt: skip
     options = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None), save=save,
@@ -181,6 +182,8 @@ def _print_summary(save_dir: str, report: Any) -> None:
     written = f"{readable(report.nbytes)} in {len(report.files)} files"
     show(f"{save_dir}: {report.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
+    if (off := report.rounding) is not None:
+        show(f"fp8-block   {off.count:,} weights are off by at most {off.largest:.3g}, {off.rms:.3g} rms")
     verified = " (verified)" if report.verified else ""
     show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:

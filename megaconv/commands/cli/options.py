@@ -183,6 +183,13 @@ CheckpointType = Annotated[
         help="What llama_mistral writes, meta or mistral, or else reads: hf, meta or mistral; detected by default.",
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="fp8-block: store weights of attention, MLP and experts of an hf output in FP8, with a scale for each 128 by 128. Lossy.",
+    ),
+]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
 DistFiles = Annotated[
     int | None,
