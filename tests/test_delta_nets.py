@@ -55,6 +55,7 @@ def test_keys_and_chunks_are_those_that_megatron_writes(tmp_path: Path) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_transformers_and_megatron_compute_from_ours_what_megatron_computed(megatron: Megatron, tmp_path: Path) -> None:
     stored = load_file(REAL / "logits.safetensors")

@@ -429,7 +429,9 @@ def test_a_mistral_has_a_window_unless_it_says_no(keys: Raw, window: int | None)
 
 
 @pytest.mark.oracle
-@given(configs().filter(lambda config: config.family not in WITHOUT_CLASS))
+@given(
+    configs().filter(lambda config: config.family not in (*WITHOUT_CLASS, "nemotron_h"))
+)  # of which logits are compared
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_for_hugging_face_means_the_same_to_transformers(config: ModelConfig) -> None:
     if config.family != "gpt2":

@@ -96,7 +96,12 @@ def transformers_answers(directory: Path) -> Tensors:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tp": 1, "pp": 1}, {"tp": 2, "pp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, {"tp": 2, "pp": 2, "layer_split": (1, 3)}],
+    [
+        pytest.param({"tp": 1, "pp": 1}, marks=pytest.mark.slow),
+        {"tp": 2, "pp": 2},
+        pytest.param({"tp": 1, "pp": 2, "vpp": 2}, marks=pytest.mark.slow),
+        {"tp": 2, "pp": 2, "layer_split": (1, 3)},
+    ],
     ids=str,
 )
 def test_megatron_computes_what_transformers_computes_with_megatrons_bert(

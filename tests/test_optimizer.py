@@ -327,6 +327,7 @@ SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tra
 # The run goes on.
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
     tied: Path, sgd_trained: Path, few_heads: Path, hybrid: Path, mamba: Path, tmp_path: Path

@@ -99,7 +99,9 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", [LLAMA, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(LLAMA, marks=pytest.mark.slow, id="untied"), pytest.param(TIED, id="tied")]
+)
 def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     """Four runs of two steps each, and one of eight, have the same losses."""
     command = f"pretrain {model} --train-iters 8 --resume --save ckpt"
