@@ -38,12 +38,33 @@ NEEDED = (
 )
 
 
+def hybrid_as_transformers_has_it(config: Any) -> dict[str, Any]:
+    mixers = {"linear_attention": "mamba", "full_attention": "attention", "moe": "none", "mlp": "none"}
+    return {
+        "layers.count": config.num_hidden_layers,
+        "mixers": [mixers[kind] for kind in config.layers_block_type],
+        "hidden": config.hidden_size,
+        "vocab": config.vocab_size,
+        "attention.heads": config.num_attention_heads,
+        "attention.kv_heads": config.num_key_value_heads,
+        "attention.head_dim": config.head_dim,
+        "mlp.ffn": config.intermediate_size,
+        "mamba.heads": config.mamba_num_heads,
+        "mamba.head_dim": config.mamba_head_dim,
+        "mamba.groups": config.n_groups,
+        "mamba.state": config.ssm_state_size,
+        "tie_embeddings": config.tie_word_embeddings,
+    }
+
+
 def as_transformers_has_it(raw: Raw) -> Any:
     """transformers' own reading, as one of our configurations."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(**deepcopy({"model_type": raw["model_type"], **raw}))
     if raw["model_type"] == "gpt2":
         return gpt2_as_transformers_has_it(config)
+    if raw["model_type"] == "nemotron_h":
+        return hybrid_as_transformers_has_it(config)
     rope, local = dict(config.rope_parameters), {}
     if "full_attention" in rope:
         local = two_ropes_as_transformers_has_them(raw["model_type"], rope)
