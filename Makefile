@@ -9,7 +9,7 @@ SOURCES := megaconv loaders savers formats megatron_lite
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train test test-slow test-gpu trust check benchmark clean
+.PHONY: demo demo-train test test-slow explore test-gpu trust check benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -22,6 +22,9 @@ test: $(VENV)/.tested check
 
 test-slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m slow
+
+explore: $(VENV)/.tested
+	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not gpu" --hypothesis-profile=explore
 
 test-gpu: $(VENV)/.tested
 	$(BIN)/python -m pytest -m gpu

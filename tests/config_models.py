@@ -427,6 +427,8 @@ def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
     if (scaling or {}).get("rope_type") == "llama3" or (scaling or {}).get("factor") == 1:
         scaling = None
     local = config.positions.theta if scaling else draw(st.sampled_from((None, 12345.5, 100.0)))
+    if local == config.positions.theta and not scaling:
+        local = None  # the base of all layers, which is written without a second one
     return changed(config, {"positions.scaling": scaling, "positions.local_theta": local})
 
 

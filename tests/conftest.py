@@ -4,8 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.megatron_oracle import Megatron
+
+# The same examples in every run, so that a change is judged by what it changed; `make explore` looks for new ones.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("same")
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

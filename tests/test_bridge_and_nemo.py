@@ -294,7 +294,7 @@ def test_settings_of_layers_may_stand_below_a_name_of_their_own() -> None:
 
 
 @given(configs())
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None)
 def test_every_model_that_arguments_describe_is_the_same_as_a_providers_settings(config: ModelConfig) -> None:
     args, found = arguments(config), found_in_tensors(config)
     expected = from_arguments(Namespace(**args), found)

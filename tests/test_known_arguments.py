@@ -150,7 +150,7 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
     open_checkpoint(hybrid, LoadOptions(config=hybrid / "hf"))
 
     @given(configs())
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=300, deadline=None)
     def models(config: ModelConfig) -> None:
         args = Namespace(**arguments(config))
         read_layout(args, from_arguments(args, found_in_tensors(config)))

@@ -173,7 +173,7 @@ LAYOUTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=LAYOUTS, second=LAYOUTS, virtual=st.booleans())
 def test_the_optimizer_survives_any_two_layouts_and_forms(
     tied: Path, tmp_path_factory: pytest.TempPathFactory, first: dict[str, Any], second: dict[str, Any], virtual: bool
