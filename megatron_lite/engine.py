@@ -13,7 +13,8 @@ from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.chunk import Counted, ModelChunk
-from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models.moe.balance import Balance, tokens_by_layer
+from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
@@ -21,7 +22,7 @@ from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import declared
-from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
+from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos, replace_parameter
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
@@ -91,17 +92,20 @@ class Engine:
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
         self.scaler = LossScaler(fp16_scale)
-        if optimizer is None:
-            for module in self.chunks:
-                module.to(self.dtype).to_empty(device=grid.device).requires_grad_(False)
-        else:
+        for module, of_chunk in zip(self.chunks, self.infos, strict=True):
+            for info in of_chunk:
+                if optimizer is None or not info.trained:
+                    dtype = self.dtype if info.trained else torch.float32
+                    zeros = torch.zeros(info.native.shape, dtype=dtype, device=grid.device)
+                    replace_parameter(module, info.name, nn.Parameter(zeros, requires_grad=False))
+        if optimizer is not None:
             self._prepare_training(optimizer)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid = self.grid
         for module, infos in zip(self.chunks, self.infos, strict=True):
             buckets = ChunkBuckets(
-                module, infos, self.dtype, grid.device, grid.group,
+                module, [info for info in infos if info.trained], self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -148,6 +152,7 @@ class Engine:
             factor = positions / tokens / scale
             norm = sqrt(square_sum) * factor if isfinite(square_sum) else float("inf")
             self.scaler.update(overflow=not isfinite(norm))
+            self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
@@ -157,6 +162,19 @@ class Engine:
             name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
         }
         return StepReport(loss_sum / (tokens or 1.0), tokens, norm, skipped, scale, tuple(summed), means)
+
+    def _move_expert_biases(self) -> None:
+        """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        routers = [module for module in modules if isinstance(module, Router) and module.expert_bias is not None]
+        if not routers or not self.options.balance.bias_rate:
+            return
+        found = tokens_by_layer(self._balances)
+        tokens = torch.stack([found[router.layer] for router in routers])
+        for axis in ("tp", "dp"):
+            comm.all_reduce(tokens, self.grid.group(axis))
+        for router, counts in zip(routers, tokens, strict=True):
+            router.move_bias(counts)
 
     def balancing_losses(self) -> dict[str, dict[int, float]]:
         """Of the last step by name and layer, before coefficients: the mean over this rank's microbatches, its tokens' share."""

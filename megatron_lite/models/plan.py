@@ -41,7 +41,10 @@ class Plan:
         return recompute.make_again if self.options.recompute.granularity == "selective" else recompute.keep
 
 
-TRAINED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+TRAINED = (
+    "dots1", "glm4_moe", "gpt2", "hy_v3", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "solar_open", "stablelm", "starcoder2",
+)  # fmt: skip
 """Families that this decoder is, by configuration."""
 NOT_COMPUTED = {
     "interleaved": "rotary positions of neighbouring elements",
@@ -59,8 +62,6 @@ NOT_COMPUTED = {
     "two_ropes": "another base of rope in layers with a window",
     "sinks": "attention sinks",
     "clamped": "a clamped activation",
-    "sigmoid_router": "a router of sigmoids",
-    "router_bias": "a router with a bias",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
 
@@ -78,6 +79,8 @@ def make_plan(
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
+    if config.mtp_layers:
+        raise NotExpressible("the model has layers that predict further tokens, which can't be trained yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(layout, ranks)
