@@ -206,7 +206,7 @@ def inspect(
 ) -> Inspection:
     """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
     if it has one. Raises CheckpointError."""
-    options, place = options or LoadOptions(), resolve(str(path), metadata_only=True)
+    options, place = options or LoadOptions(), resolve(path, metadata_only=True)
     name, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=False))
     overridden = options.config is not None or options.true_vocab_size is not None
     record = find_record(place) if check_source and not overridden else None
@@ -225,7 +225,7 @@ def look(
     path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
 ) -> "Inspection | Survey":
     """What a checkpoint is; or, where no loader knows what model it is, what its files hold. Raises CheckpointError."""
-    place = resolve(str(path), metadata_only=True)
+    place = resolve(path, metadata_only=True)
     try:
         return replace(inspect(place, options, loader, check_source=check_source), path=str(path))
     except CheckpointError as error:

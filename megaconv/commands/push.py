@@ -31,6 +31,7 @@ from megaconv.engine.preparation import ConvertOptions, open_source
 from megaconv.engine.record import check_source, find_record
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.hub import nothing_at
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
@@ -136,6 +137,8 @@ def require_token(repository: str) -> None:
 
 def _kind(path: Path) -> str:
     """The loader of a finished model; `peft` for an adapter."""
+    if not path.exists():
+        raise nothing_at(path)
     if not path.is_dir():
         raise UsageError(f"{path}: is not a directory; push takes a finished output")
     if (path / _ADAPTER).is_file() and not (path / CONFIG_NAME).is_file():
