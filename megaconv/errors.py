@@ -115,7 +115,9 @@ class Cause(NamedTuple):
 CODES = {
     "failed": Cause(1, "none of the causes below"),
     "system-error": Cause(1, "the operating system refused something: no permission, a broken disk"),
-    "hub-unreachable": Cause(1, "the Hugging Face Hub can't be reached, or doesn't have or hand out the model that was asked for as hf://"),
+    "hub-unreachable": Cause(
+        1, "the Hugging Face Hub can't be reached, or doesn't have or hand out the model that was asked for as hf://"
+    ),
     "hub-refused": Cause(1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
     "rank-lost": Cause(1, "one of several processes doesn't start, or ended without reporting an error"),

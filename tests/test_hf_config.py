@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily, UnsupportedInput
-from megaconv.families import families, family, family_of_hf
+from megaconv.families import family, family_of_hf
 from megaconv.families.parts.hf_config import as_file, load_config
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import STRUCTURE, changed, fields_of

@@ -152,10 +152,14 @@ def test_options_that_say_what_there_is_anyway_are_no_error(model: Path, options
     assert convert(model, *words, "--dry-run", saver=saver).status == 0
 
 
-@pytest.mark.parametrize("option", ["--moe-grouped-gemm", "--use-distributed-optimizer", "--no-use-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "option", ["--moe-grouped-gemm", "--use-distributed-optimizer", "--no-use-distributed-optimizer"]
+)
 def test_an_option_about_what_the_model_or_the_source_has_not_is_refused(model: Path, option: str) -> None:
     with unchanged(model.parent):
-        assert_refused(convert(model, option), 2, option.replace("--no-use", "--use"), "chooses nothing", "leave it out")
+        assert_refused(
+            convert(model, option), 2, option.replace("--no-use", "--use"), "chooses nothing", "leave it out"
+        )
 
 
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:

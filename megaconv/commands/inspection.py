@@ -154,6 +154,7 @@ class Inspection:
         if (optimizer := self._optimizer()) is not None:
             step = "" if optimizer["step"] is None else f", step {optimizer['step']:,}"
             size_of = "" if optimizer["bytes"] is None else f", {readable(optimizer['bytes'])}"
+            size_of = ", its state can't be converted" if step and not size_of else size_of
             found.append(("optimizer", optimizer["kind"] + step + size_of))
         if self.disk_bytes is not None:
             found.append(("on disk", readable(self.disk_bytes)))
@@ -254,4 +255,5 @@ def _optimizer_bytes(place: Place, options: LoadOptions, loader: str, header: He
         _, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=True))
     except CheckpointError:  # whoever converts it is told what is wrong with it
         return None
-    return sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT)
+    # A loader may leave it out itself: of a run, say, that trained a part of the model only.
+    return sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT) or None

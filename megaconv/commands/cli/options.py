@@ -177,9 +177,7 @@ VocabDivisor = Annotated[
 ]
 VocabPadding = Annotated[
     str | None,
-    typer.Option(
-        "--vocab-padding", help="Fill padding rows by `repeat` (the last row again; by default) or `zero`."
-    ),
+    typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again; by default) or `zero`."),
 ]
 CheckpointType = Annotated[
     str | None,
