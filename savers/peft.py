@@ -101,5 +101,7 @@ def _number(alpha: float) -> float:
 def _targets(paths: list[str], weights: list[str]) -> list[str]:
     """What peft finds the modules by: the last words of their paths, or all of each where that would find others too."""
     words = {path.rpartition(".")[2] for path in paths}
-    found = [name.removesuffix(".weight") for name in weights if name.removesuffix(".weight").rpartition(".")[2] in words]
+    found = [
+        name.removesuffix(".weight") for name in weights if name.removesuffix(".weight").rpartition(".")[2] in words
+    ]
     return sorted(words) if len(found) == len(paths) else paths

@@ -238,7 +238,9 @@ def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions
             "translate it, and megaconv merge BASE ADAPTER merges one of peft's into its base"
         )
     if options.adapters:
-        raise UsageError(f"--adapter: {load_dir} is an adapter itself; give the base it is to be merged into as --load-dir")
+        raise UsageError(
+            f"--adapter: {load_dir} is an adapter itself; give the base it is to be merged into as --load-dir"
+        )
     if options.verify and saver == "peft":
         raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
 

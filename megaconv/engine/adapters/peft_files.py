@@ -205,9 +205,7 @@ def _sorted_out(
     embeddings = set()
     for name, tensor in tensors.items():
         if not name.startswith(PREFIX):
-            raise TensorMismatch(
-                f"{where}: {name}: names of a peft adapter begin with {PREFIX}", code="unknown-tensor"
-            )
+            raise TensorMismatch(f"{where}: {name}: names of a peft adapter begin with {PREFIX}", code="unknown-tensor")
         rest = name.removeprefix(PREFIX)
         module, end = _split(rest)
         if end:

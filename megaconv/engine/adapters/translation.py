@@ -40,7 +40,9 @@ def linear_weights(family: Family, config: ModelConfig, naming: Naming) -> dict[
     return {
         native.name: native
         for native in natives
-        if native.copy is None and native.name.endswith("weight") and all(_is_linear(name, shapes) for name in native.parts)
+        if native.copy is None
+        and native.name.endswith("weight")
+        and all(_is_linear(name, shapes) for name in native.parts)
     }
 
 

@@ -58,7 +58,8 @@ def plan_adapter(header: Header, info: AdapterInfo, options: SaveOptions, layout
     chunks, shapes = _chunks(matrices, header, layout.tp)
     files, version = DistcpFiles(options.files or 1), rank_files.iteration_directory(iteration_of(header, options))
     stored = [
-        (chunk, *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape)) for chunk in chunks
+        (chunk, *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape))
+        for chunk in chunks
     ]
     common = {"checkpoint_version": 3.0, "iteration": header.training.iteration or 1}
     targets = sorted({_target(name) for name, _, _ in modules})
@@ -110,9 +111,7 @@ def _modules(
                 yield f"{name}.adapter_{kind}", canonical_part(weight, kind, tp, native_name), info.weights[part]
 
 
-def _chunks(
-    matrices: Sequence[NativeTensor], header: Header, tp: int
-) -> tuple[list[PlannedChunk], dict[str, Shape]]:
+def _chunks(matrices: Sequence[NativeTensor], header: Header, tp: int) -> tuple[list[PlannedChunk], dict[str, Shape]]:
     """(chunks, shapes of whole tensors by key). Raises NotExpressible where only some of the layers have a module's adapter."""
     stacked, chunks, shapes = stacks_layers(header.config), list[PlannedChunk](), dict[str, Shape]()
     layers: Counter[str] = Counter()

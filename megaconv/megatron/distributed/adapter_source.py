@@ -119,7 +119,9 @@ def _pairs(
     for name, tensor in unstack(named).items():
         found = _MATRIX.fullmatch(name)
         if found is None or f"{found[1]}.weight" not in weights:
-            raise TensorMismatch(f"{version}: {name} is no adapter of a linear layer of the model", code="unknown-tensor")
+            raise TensorMismatch(
+                f"{version}: {name} is no adapter of a linear layer of the model", code="unknown-tensor"
+            )
         matrices.setdefault((found[1], found[2] or ""), {})[found[3]] = tensor
     for (module, kind), held in matrices.items():
         name = f"{module}{ADAPTER}{f'adapter_{kind}' if kind else ''}".rstrip(".")
