@@ -19,9 +19,9 @@ from megaconv.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from megaconv.engine.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf")
+LOADERS = ("core", "legacy", "dcp", "deepspeed", "fsdp", "hf", "llama_mistral", "mixtral_hf", "peft")
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
-SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf")
+SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
@@ -55,6 +55,7 @@ class Saver(Protocol):
     what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
     raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
     (`engine/early_check.py`).
+    One with HOLDS_ADAPTER = True is given adapters too (`Header.adapter`), others whole models alone.
     One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 

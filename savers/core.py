@@ -29,6 +29,7 @@ OPTIONS = {
 }
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
+HOLDS_ADAPTER = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
 
@@ -46,6 +47,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
         options = replace(options, grouped_experts=True)  # Megatron core's stack of such layers has no others
     layout = choose_layout(header.config, header.layout, options)
+    if header.adapter is not None:
+        from megaconv.megatron.distributed.adapter_plan import plan_adapter
+
+        return plan_adapter(header, header.adapter, options, layout)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
 

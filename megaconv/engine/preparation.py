@@ -19,7 +19,7 @@ from megaconv.engine.shifted import PlainSource
 from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import as_lazy
-from megaconv.errors import UsageError
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import Place, nothing_at, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
@@ -205,6 +205,8 @@ def prepare(
         refuse_unused(saver, uses(options.save), options.save)
     source, extra = open_input(place, saver, options)
     written = source.header.manifest
+    if source.header.adapter is not None:
+        _refuse_as_adapter(load_dir, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
@@ -242,6 +244,21 @@ def prepare(
     )  # fmt: skip
     errors = stored.errors if stored is not None and stored.is_fp8 else None
     return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
+
+
+def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions) -> None:
+    """Raises NotExpressible for an output that holds whole models, UsageError for options of these."""
+    if not getattr(registry.saver(saver), "HOLDS_ADAPTER", False):
+        raise NotExpressible(
+            f"{load_dir}: is an adapter, and --saver {saver} writes whole models; --saver peft and --saver core --ckpt-format torch_dist "
+            "translate it, and megaconv merge BASE ADAPTER merges one of peft's into its base"
+        )
+    if options.adapters:
+        raise UsageError(
+            f"--adapter: {load_dir} is an adapter itself; give the base it is to be merged into as --load-dir"
+        )
+    if options.verify and saver == "peft":
+        raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:
