@@ -1,17 +1,14 @@
-"""What all parts of a model are built from, which models there is code for, and what a pass hands to every layer."""
+"""What all parts of a model are built from, and which models there is code for."""
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
-from megatron_lite.models import recompute, rng
-from megatron_lite.models.attention import Documents
-from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models import recompute
 from megatron_lite.parallel.tensor import Keep, TensorGroup
 from megatron_lite.settings.options import ModelOptions
 
@@ -29,6 +26,11 @@ class Plan:
     """Of the whole vocabulary, padding included."""
     expert_group: ProcessGroup | None = None
     """The ranks that share the experts of each layer."""
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
+        return ("loss",)
 
     @property
     def norm_bias(self) -> bool:
@@ -93,15 +95,3 @@ def _check_experts(layout: Layout, ranks: TensorGroup) -> None:
         raise LayoutError(
             f"a mixture of experts at tp = {layout.tp} needs --sequence-parallel: else each tensor rank would route the same tokens"
         )
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What every layer needs of a microbatch."""
-
-    rotary: tuple[Tensor, Tensor] | None = None
-    documents: Documents | None = None
-    seed: rng.Seed | None = None
-    """Of dropout; None: nothing is dropped."""
-    balance: Balance | None = None
-    """Of experts; None where nothing goes backward."""
