@@ -17,7 +17,7 @@ from megatron_lite.checkpoint.state import Progress
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
-from megatron_lite.loop import plot
+from megatron_lite.loop import finetuning, plot
 from megatron_lite.loop.failure import all_or_none
 from megatron_lite.loop.inputs import make_datasets, make_tokenizer
 from megatron_lite.loop.launch import Place, Stop
@@ -37,15 +37,18 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     start = all_or_none(lambda: find_start(settings, finetune=finetune))
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer)
+    examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
+    settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
     options = model_options(settings, dropouts)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
+    settings, packed = finetuning.with_epochs(settings, sizes, examples, place.say)
     _check_savable(settings, config, sizes.layout)
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
     progress = start.progress if start is not None else Progress()
     counts = _sample_counts(settings, sizes, progress)
-    datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts))
+    datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
     grid = make_grid(sizes.layout, sizes.dp, place.device, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
@@ -65,6 +68,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     run.saved = run.progress.iteration or None
     _introduce(run, start)
     _mention(run, start, tokenizer)
+    if packed is not None:
+        finetuning.introduce(settings, sizes, packed, datasets[0], tokenizer, run.say)
     return run
 
 
@@ -210,8 +215,8 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
 
 
 DATA_PLAN = (
-    "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "mock_data", "split", "seed",
-    "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "finetune_form",
+    "finetune_turns", "mock_data", "split", "seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
 )  # fmt: skip
 """Settings that decide which samples come next."""
 

@@ -120,6 +120,7 @@ class Training:
     seq_length: int | None = flag(None, "tokens of a sequence (the model's positions, at most 4096)")
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
+    epochs: int | None = flag(None, "times through --finetune-data, instead of --train-iters")
     eval_interval: int = flag(1000, "steps between evaluations")
     eval_iters: int = flag(100, "batches of an evaluation; 0: none")
     exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
@@ -162,8 +163,9 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision; fp32 unless one is given"""
+    """Precision; fp32 unless one is given, and that of its checkpoint for finetune"""
 
+    fp32: bool = flag(False, "compute in fp32")
     bf16: bool = flag(False, "compute in bf16, with fp32 main weights and gradients")
     fp16: bool = flag(False, "compute in fp16, the same, with a scaled loss")
     loss_scale: float | None = flag(None, "constant loss scale (dynamic)")
@@ -197,8 +199,17 @@ class Data:
     valid_data_path: tuple[str, ...] | None = flag(None, "the same, for evaluation")
     test_data_path: tuple[str, ...] | None = flag(None, "the same, for the test at the end")
     finetune_data: tuple[str, ...] | None = flag(
-        None, "JSON lines of {prompt, completion} or {text}, whole examples packed into sequences"
+        None,
+        "files of examples: chats, instructions, prompts with completions, texts; as JSON lines, JSON arrays, parquet, plain text",
     )
+    valid_finetune_data: tuple[str, ...] | None = flag(None, "the same, for evaluation")
+    finetune_form: str | None = flag(
+        None, "the form of the records, where they have the fields of several",
+        choices=("messages", "conversations", "alpaca", "prompt", "text"),
+    )  # fmt: skip
+    finetune_turns: str = flag("all", "which of the assistant's turns are learned", choices=("all", "last"))
+    chat_template: str | None = flag(None, "file with a chat template (the tokenizer's own)")
+    show_sample: bool = flag(False, "print the first sample of --finetune-data, and what of it is learned")
     split: str | None = flag(None, "parts of --data-path for training, evaluation, test: 969,30,1")
     data_cache_path: str | None = flag(None, "where indices of samples are kept")
     mock_data: bool = flag(False, "random tokens")

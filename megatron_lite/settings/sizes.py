@@ -162,9 +162,11 @@ def check_flags(settings: Settings) -> None:
     """What can be judged without the model. Raises UsageError."""
     training, precision, saving = settings.training, settings.precision, settings.checkpointing
     granularity, method = settings.recompute.recompute_granularity, settings.recompute.recompute_method
+    lengths = training.train_iters, training.train_samples, training.epochs
     positive = {
         "micro_batch_size": training.micro_batch_size,
-        "train_iters": training.train_iters, "train_samples": training.train_samples, "eval_interval": training.eval_interval,
+        "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
+        "eval_interval": training.eval_interval,
         "exit_interval": training.exit_interval, "save_interval": saving.save_interval, "keep_last": saving.keep_last,
         "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
@@ -177,9 +179,10 @@ def check_flags(settings: Settings) -> None:
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
-        (precision.bf16 and precision.fp16, "--bf16 and --fp16 contradict each other"),
-        (not (training.train_iters or training.train_samples), "--train-iters (or --train-samples) is missing"),
-        (training.train_iters and training.train_samples, "give --train-iters or --train-samples, not both"),
+        (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
+        (not any(lengths), "--train-iters (or --train-samples, or --epochs of --finetune-data) is missing"),
+        (sum(map(bool, lengths)) > 1, "give --train-iters, --train-samples or --epochs, not several of them"),
+        (training.epochs and not settings.data.finetune_data, "--epochs counts examples: it goes with --finetune-data"),
         (saving.save_interval and not saving.save, "--save-interval needs --save"),
         (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),

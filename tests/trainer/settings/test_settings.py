@@ -271,7 +271,7 @@ IMPOSSIBLE = [
     ("--tensor-model-parallel-size 0", 1, "have to be 1 or more"),
     ("--micro-batch-size 0", 1, "--micro-batch-size 0 has to be 1 or more"),
     ("--bf16 --fp16", 1, "contradict each other"),
-    ("--train-samples 10", 1, "not both"),
+    ("--train-samples 10", 1, "not several of them"),
     ("--save-interval 3", 1, "needs --save"),
     ("--resume", 1, "--save, which is missing"),
     ("--recompute-granularity full", 1, "needs --recompute-method"),
