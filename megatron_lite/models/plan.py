@@ -42,14 +42,12 @@ class Plan:
 
 
 TRAINED = (
-    "dots1", "glm4_moe", "gpt2", "hy_v3", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "solar_open", "stablelm", "starcoder2",
+    "arcee", "dots1", "glm4_moe", "gpt2", "hy_v3", "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
 NOT_COMPUTED = {
     "interleaved": "rotary positions of neighbouring elements",
-    "skips_rope": "layers whose q and k don't rotate",
-    "relu2": "squared ReLU",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
@@ -61,7 +59,6 @@ NOT_COMPUTED = {
     "scaled_embedding": "a scaled embedding",
     "two_ropes": "another base of rope in layers with a window",
     "sinks": "attention sinks",
-    "clamped": "a clamped activation",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
 

@@ -18,7 +18,7 @@ class SelfAttention(nn.Module):
         config, sizes = plan.config, plan.sizes
         self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
         self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
-        self.window = config.layers[layer].window
+        self.window, self.rotates = config.layers[layer].window, config.layers[layer].rotates
         self.linear_qkv = NormColumnLinear(
             config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,
             norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in mixed.split((self.group, 1, 1), -2))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if run.rotary is not None:
+        if run.rotary is not None and self.rotates:
             q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v, run.positions)

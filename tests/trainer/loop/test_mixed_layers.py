@@ -16,7 +16,7 @@ from tests.trainer.loop.test_runs import metrics
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
 COMMAND = (
-    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 "
+    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-decay-iters 7 "
     "--train-iters 4 --log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 "
     "--make-vocab-size-divisible-by 4 --transformer-impl local"
 )
