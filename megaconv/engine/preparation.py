@@ -20,6 +20,7 @@ from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import UsageError
+from megaconv.families.parts.whole_model import named
 from megaconv.hub import Place, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
@@ -194,6 +195,7 @@ def prepare(
         refuse_unused(saver, uses(options.save), options.save)
     source, extra = open_input(place, saver, options)
     written = source.header.manifest
+    _refuse_whole(source.header, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
@@ -226,6 +228,22 @@ def prepare(
     )  # fmt: skip
     errors = stored.errors if stored is not None and stored.is_fp8 else None
     return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
+
+
+def _refuse_whole(header: Header, saver: str, options: ConvertOptions) -> None:
+    """Raises UsageError for what only a language model by itself can be converted to, or with."""
+    whole, hf = header.config.whole, header.layout is None
+    if whole is None:
+        return
+    name = named(whole.config)
+    alone = "; --text-only converts the language model in it" if hf else ""
+    if not getattr(registry.saver(saver), "HOLDS_WHOLE", False):
+        raise UsageError(f"--saver {saver}: can't hold {name}, which sees or hears, as a whole{alone}")
+    if options.save.base is not None:
+        raise UsageError(f"--base: the source holds all of {name}; leave it out")
+    for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
+        if given:
+            raise UsageError(f"{option}: is not supported for {name}, which sees or hears, as a whole{alone}")
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:

@@ -71,10 +71,12 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
     if not options.metadata_only:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
-    weights: Weights = dict(unstack(model_tensors(tensors)))
+    inside, beside = model_tensors(tensors)
+    weights: Weights = dict(unstack(inside))
     ranks = Ranks(
-        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE}
-    )
+        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE},
+        {rank: dict(beside)},
+    )  # fmt: skip
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     stored = has_optimizer(tensors) or has_optimizer(directory.objects())
     if stored and writer == NEMO:
@@ -117,7 +119,7 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
 
 def _refuse_adapter(version: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
     """Raises UnsupportedInput for a checkpoint of an adapter alone."""
-    names = list(model_tensors(tensors))
+    names = list(model_tensors(tensors)[0])
     if names and all(_ADAPTER in name for name in names):
         raise UnsupportedInput(
             f"{version}: is an adapter of Megatron-Bridge ({names[0]}), which holds only what is added to a model; merge it into "
