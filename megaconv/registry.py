@@ -49,13 +49,13 @@ class Loader(Protocol):
 class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
-    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_SHIFTED = True gets tensors as their
-    source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)` gets each
-    tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS gets
-    what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
+    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_ADAPTER = True adapters (`Header.adapter`),
+    others whole models alone; one with HOLDS_WHOLE = True all of a model that sees or hears; one with HOLDS_SHIFTED = True gets
+    tensors as their source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)`
+    gets each tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS
+    gets what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
     raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
     (`engine/early_check.py`).
-    One with HOLDS_ADAPTER = True is given adapters too (`Header.adapter`), others whole models alone.
     One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 

@@ -7,6 +7,7 @@ from functools import partial
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
@@ -30,6 +31,7 @@ OPTIONS = {
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
 HOLDS_ADAPTER = True
+HOLDS_WHOLE = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
 
@@ -78,7 +80,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             header.config.embedding_scale,
         )
     table = family(header.config.family)
-    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config))
+    whole = whole_notices(header.config.whole)
+    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config), *whole)
     return replace(planned, notices=notices)
 
 

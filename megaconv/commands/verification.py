@@ -11,8 +11,9 @@ from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
-from megaconv.families import only_text_converts
+from megaconv.families import sees_or_hears
 from megaconv.hub import Place, nothing_at, resolve
+from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
@@ -61,9 +62,10 @@ def verify(
     place = resolve(path)
     record = _need_record(place)
     changed = record.changed_files()
-    if isinstance(place, Path) and only_text_converts(
-        place
-    ):  # then the record is of what was put back into the original
+    alone = not any(name.startswith(BESIDE) for name in record.tensors)
+    if (
+        isinstance(place, Path) and alone and sees_or_hears(place)
+    ):  # the record is of what was put back into the original
         options = replace(options or LoadOptions(), text_only=True)
     opened = OpenedFiles()
     with opened:

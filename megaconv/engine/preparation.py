@@ -21,6 +21,7 @@ from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
 from megaconv.hub import Place, nothing_at, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
@@ -207,6 +208,7 @@ def prepare(
     written = source.header.manifest
     if source.header.adapter is not None:
         _refuse_as_adapter(load_dir, saver, options)
+    _refuse_whole(source.header, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
@@ -259,6 +261,22 @@ def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions
         )
     if options.verify and saver == "peft":
         raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
+
+
+def _refuse_whole(header: Header, saver: str, options: ConvertOptions) -> None:
+    """Raises UsageError for what only a language model by itself can be converted to, or with."""
+    whole, hf = header.config.whole, header.layout is None
+    if whole is None:
+        return
+    name = named(whole.config)
+    alone = "; --text-only converts the language model in it" if hf else ""
+    if not getattr(registry.saver(saver), "HOLDS_WHOLE", False):
+        raise UsageError(f"--saver {saver}: can't hold {name}, which sees or hears, as a whole{alone}")
+    if options.save.base is not None:
+        raise UsageError(f"--base: the source holds all of {name}; leave it out")
+    for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
+        if given:
+            raise UsageError(f"{option}: is not supported for {name}, which sees or hears, as a whole{alone}")
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:

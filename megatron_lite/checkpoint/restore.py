@@ -16,6 +16,7 @@ from formats.tensor import Box, LazyTensor, matrix_shape
 from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
@@ -76,6 +77,11 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     _, source = open_source(place, None, LoadOptions())
+    if source.header.config.whole is not None:
+        name = named(source.header.config.whole.config)
+        raise NotExpressible(
+            f"{place}: {name} sees or hears, and only language models can be trained here; convert the one in it with --text-only"
+        )
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
     dropouts = read_dropouts(common, source.header.config.hf)

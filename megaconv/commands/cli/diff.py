@@ -32,6 +32,7 @@ def diff(
     loader: opt.Loader = None,
     loader_a: opt.LoaderA = None,
     loader_b: opt.LoaderB = None,
+    text_only: opt.TextOnly = False,
     option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
     check_source: opt.CheckSource = True,
@@ -52,7 +53,9 @@ def diff(
         raise UsageError(f"--tolerance {tolerance}: is not a number; write one such as 1e-3")
     if metadata and (stats or tolerance):
         raise UsageError("--metadata reads no weights, which --stats and --tolerance are about; leave one of them out")
-    load = LoadOptions(optimizer=optimizer and not metadata, metadata_only=metadata, extra=opt.extra(option))
+    load = LoadOptions(
+        optimizer=optimizer and not metadata, metadata_only=metadata, text_only=text_only, extra=opt.extra(option)
+    )
     left, right = open_both(a, b, load, (loader_a or loader, loader_b or loader))
     if metadata:
         found, moved = diff_metadata(left, right), None

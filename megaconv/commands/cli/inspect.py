@@ -55,6 +55,7 @@ def inspect(
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
+    text_only: opt.TextOnly = False,
     option: opt.Option = None,
     check_source: opt.CheckSource = True,
     as_json: opt.Json = False,
@@ -68,7 +69,7 @@ def inspect(
     from megaconv.hub import resolve
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
+    options = LoadOptions(config, true_vocab_size, optimizer=False, text_only=text_only, extra=opt.extra(option))
     place = resolve(path, metadata_only=not stats)
     found: Any = replace(look(place, options, loader, check_source=check_source), path=path)
     shown: list[Any] = []

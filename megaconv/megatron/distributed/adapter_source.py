@@ -111,7 +111,7 @@ def _pairs(
     version: Path, tensors: Mapping[str, ChunkedTensor], weights: Mapping[str, NativeTensor], settings: Settings
 ) -> Iterator[Pair]:
     matrices: dict[tuple[str, str], dict[str, LazyTensor]] = {}
-    named = {name: tensor for name, tensor in model_tensors(tensors).items() if EXTRA_STATE not in name}
+    named = {name: tensor for name, tensor in model_tensors(tensors)[0].items() if EXTRA_STATE not in name}
     if any(".experts." in name for name in named):
         raise UnsupportedInput(
             f"{version}: has adapters of experts, whose tensors Megatron-Bridge has saved in several ways; they are not translated"
