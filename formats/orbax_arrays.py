@@ -156,7 +156,7 @@ class ArrayMatrix:
     where: str
     """For messages."""
     pairs: bool = False
-    """Whether the last of the row axes has the two halves of what rotates as neighbours, x0 y0 x1 y1 ..., to be read as x0 x1 ... y0 y1 ..."""
+    """Whether the last of the row axes has two halves as neighbours, x0 y0 x1 y1 ..., which are to be read as x0 x1 ... y0 y1 ..."""
 
     def read_into(self, box: Box, out: Bytes) -> None:
         rows, cols = self.array.shape[: self.row_axes], self.array.shape[self.row_axes :]
