@@ -81,7 +81,7 @@ def inspect(
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
-        for line in (piece for view in shown for line in view.lines for piece in folded(line, width)):
+        for line in (piece for view in shown for whole in view.lines for piece in folded(whole, width)):
             show(line)
         for note in (note for view in shown for note in view.notes):
             show(f"megaconv: {note}", sys.stderr)
