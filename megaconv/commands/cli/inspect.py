@@ -57,6 +57,7 @@ def inspect(
     true_vocab_size: opt.TrueVocab = None,
     option: opt.Option = None,
     check_source: opt.CheckSource = True,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
@@ -76,7 +77,7 @@ def inspect(
     if any((tree, tensors is not None, layout, stats, megatron_args, html)):
         from megaconv.commands.views.requested import Asked, Subject, views
 
-        asked = Asked(tree, tensors, layout, stats, megatron_args, html)
+        asked = Asked(tree, tensors, layout, stats, megatron_args, html, quiet)
         shown = views(Subject(path, place, found, options), asked, blocks=has_blocks(), columns=width)
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
