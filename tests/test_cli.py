@@ -654,7 +654,9 @@ def test_the_package_runs_as_a_module(hf: Path) -> None:
     assert (found.returncode, found.stdout) == (0, run("fingerprint", hf).out)
 
 
-@pytest.mark.parametrize("command", ["fingerprint {}", "verify {}", "diff {} {}", "inspect {} --stats", "convert {} {}-out --saver hf"])
+@pytest.mark.parametrize(
+    "command", ["fingerprint {}", "verify {}", "diff {} {}", "inspect {} --stats", "convert {} {}-out --saver hf"]
+)
 def test_quiet_shows_no_progress(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaconv.commands.progress.LINE_SECONDS", 0.0)
     model = tmp_path / "model"
