@@ -37,7 +37,7 @@ class Difference:
     max_abs: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff:
     """same: by tensors alone; config lists (field, in A, in B) where the configurations differ.
 
@@ -51,6 +51,9 @@ class Diff:
     """What was compared."""
     within: int = 0
     """Tensors whose values differ by no more than the tolerance."""
+
+    def __repr__(self) -> str:
+        return f"<Diff: {len(self.differences)} of {self.tensors} tensors differ, {len(self.config)} fields of the configuration>"
 
     def kinds(self) -> dict[str, int]:
         """How many differences there are of each kind of tensor and kind of difference: `layers.*.attn.q.weight, values`."""

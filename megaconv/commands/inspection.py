@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megaconv.commands.survey import Survey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """A header and the name of the loader that read it."""
 
@@ -40,6 +40,11 @@ class Inspection:
     """Of all files of the checkpoint; None where nobody knows."""
     optimizer_bytes: int | None = None
     """Of the optimizer's tensors; None where there are none, or of a kind that is not read."""
+
+    def __repr__(self) -> str:
+        header = self.header
+        layout = "" if header.layout is None else f", {header.layout}"
+        return f"<Inspection: {self.path}, {header.config.family}, {header.parameters:,} parameters, {header.source}{layout}>"
 
     def to_json(self) -> dict[str, Any]:
         header, config = self.header, self.header.config

@@ -18,7 +18,7 @@ from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What a checkpoint holds now, beside what was written."""
 
@@ -30,6 +30,10 @@ class Verification:
     """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only), or both shapes."""
     files: int = 0
     """Small files that were compared: configuration, tokenizer and the like."""
+
+    def __repr__(self) -> str:
+        what = "as written" if self.same else f"{len(self.differences)} differences"
+        return f"<Verification: {self.path}, {self.tensors} tensors and {self.files} other files, {what}>"
 
     @property
     def same(self) -> bool:

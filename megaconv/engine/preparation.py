@@ -65,7 +65,7 @@ class ConvertOptions:
         return {**self.load.extra, **self.save.extra, **self.extra}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a conversion did, or, planned only, would do."""
 
@@ -92,6 +92,11 @@ class Report:
     """The same for people."""
     rounding: Rounding | None = None
     """By how much quantized weights are off, where there are any: those that this run read, when it was resumed."""
+
+    def __repr__(self) -> str:
+        size = f"{self.parameters:,} parameters, {self.nbytes:,} bytes in {len(self.files)} files"
+        done = "planned" if self.fingerprint is None else f"fingerprint {self.fingerprint.weights}"
+        return f"<Report: {self.target}, {self.header.config.family}, {size}, {done}>"
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ def inspect(
     text_only: opt.TextOnly = False,
     option: opt.Option = None,
     check_source: opt.CheckSource = True,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
@@ -77,12 +78,12 @@ def inspect(
     if any((tree, tensors is not None, layout, stats, megatron_args, html)):
         from megaconv.commands.views.requested import Asked, Subject, views
 
-        asked = Asked(tree, tensors, layout, stats, megatron_args, html)
+        asked = Asked(tree, tensors, layout, stats, megatron_args, html, quiet)
         shown = views(Subject(path, place, found, options), asked, blocks=has_blocks(), columns=width)
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
-        for line in (piece for view in shown for line in view.lines for piece in folded(line, width)):
+        for line in (piece for view in shown for whole in view.lines for piece in folded(whole, width)):
             show(line)
         for note in (note for view in shown for note in view.notes):
             show(f"megaconv: {note}", sys.stderr)

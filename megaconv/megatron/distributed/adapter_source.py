@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 def is_adapter(tensors: Mapping[str, ChunkedTensor]) -> bool:
     """Whether a distributed checkpoint holds an adapter alone, by its names."""
-    names = list(model_tensors(tensors))
+    names = list(model_tensors(tensors)[0])
     return bool(names) and all(ADAPTER in name for name in names)
 
 
