@@ -108,5 +108,5 @@ def diff(
     """Compare two checkpoints of any kinds. options: of the loaders' own. check_source: each has to be what its own megaconv.json
     says, if it has one."""
     left, right = open_both(a, b, LoadOptions(extra=options or {}), (loader_a, loader_b))
-    checks = source_checks(str(a), left, str(b), right) if check_source else None
+    checks = source_checks(a, left, b, right) if check_source else None
     return diff_sources(left, right, default_workers(writing=False), checks=checks)

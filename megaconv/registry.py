@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megaconv import plugins
 from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.hub import Place, scheme_of
+from megaconv.hub import Place, nothing_at, scheme_of
 from megaconv.model.ir import Header, Source
 from megaconv.next_steps import explain
 from megaconv.options import LoadOptions, SaveOptions
@@ -101,7 +101,7 @@ def choose(place: Place, name: str | None) -> tuple[str, Loader]:
     """(name, loader) for an input: the one of this name, or else the one that recognises it. Raises UsageError, and
     what `detect` raises."""
     if isinstance(place, Path) and not place.exists():
-        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
+        raise nothing_at(place)
     if name is None:
         return detect(place)
     found = loader(name)

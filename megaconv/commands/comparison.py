@@ -93,7 +93,7 @@ def open_both(
     a: str | Path, b: str | Path, options: LoadOptions, loaders: tuple[str | None, str | None]
 ) -> tuple[Source, Source]:
     """Both checkpoints; each loader gets those of the options of its own that it knows. Raises CheckpointError."""
-    places = [resolve(str(place), metadata_only=options.metadata_only) for place in (a, b)]
+    places = [resolve(place, metadata_only=options.metadata_only) for place in (a, b)]
     chosen = [registry.choose(place, name) for place, name in zip(places, loaders, strict=True)]
     takers = {f"loader {name} of {side}": found for side, (name, found) in zip("AB", chosen, strict=True)}
     extras = registry.share_options(options.extra, takers)
@@ -104,7 +104,7 @@ def open_both(
     return left, right
 
 
-def source_checks(a: str, left: Source, b: str, right: Source) -> tuple[SourceCheck, SourceCheck]:
+def source_checks(a: str | Path, left: Source, b: str | Path, right: Source) -> tuple[SourceCheck, SourceCheck]:
     """What the records of two opened sources say. Raises CorruptCheckpoint where names or shapes are not as recorded."""
     return check_source(resolve(a), left.header.manifest), check_source(resolve(b), right.header.manifest)
 

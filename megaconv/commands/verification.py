@@ -10,9 +10,9 @@ from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
-from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer, UsageError
+from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
 from megaconv.families import only_text_converts
-from megaconv.hub import Place, resolve
+from megaconv.hub import Place, nothing_at, resolve
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
@@ -58,7 +58,7 @@ def verify(
     Raises CorruptCheckpoint where no fingerprints were recorded, ModelsDiffer where a changed file lets nothing be opened, and
     whatever opening the checkpoint raises.
     """
-    place = resolve(str(path))
+    place = resolve(path)
     record = _need_record(place)
     changed = record.changed_files()
     if isinstance(place, Path) and only_text_converts(
@@ -90,7 +90,7 @@ def _need_record(place: Place) -> Record:
             code="no-fingerprints",
         )
     if not place.exists():
-        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
+        raise nothing_at(place)
     record = find_record(place)
     if record is not None:
         return record

@@ -20,7 +20,8 @@ from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import UsageError
-from megaconv.hub import Place, resolve
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.hub import Place, nothing_at, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
 
@@ -138,7 +139,8 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
     raise_file_limit()
     options = options or LoadOptions()
-    path = resolve(str(place), metadata_only=options.metadata_only)
+    _require_description(options.config)
+    path = resolve(place, metadata_only=options.metadata_only)
     name, found = registry.choose(path, loader)
     if options.text_only and not getattr(found, "HAS_TEXT_ONLY", False):
         raise UsageError(f"--text-only: {path}: --loader {name} reads language models alone; leave it out")
@@ -146,11 +148,20 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     return name, LazySource(found.open(path, options))
 
 
+def _require_description(config: Path | None) -> None:
+    """Raises UsageError for a --config that isn't a model's Hugging Face directory."""
+    if config is not None and not config.exists():
+        raise UsageError(f"--config {nothing_at(config)}", code="no-such-input")
+    if config is not None and not (config / CONFIG_NAME).is_file():
+        raise UsageError(f"--config {config}: has no {CONFIG_NAME}; expected a model's Hugging Face directory")
+
+
 def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
     """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
     load = load_options(saver, options)
-    place = resolve(str(load_dir), metadata_only=load.metadata_only)
+    place = resolve(load_dir, metadata_only=load.metadata_only)
     name, found = registry.choose(place, options.loader)
+    _require_description(load.config)
     refuse_sizes(registry.saver(saver), place, load, options.save)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
     read, written = registry.share_options(options.all_extra(), takers)
@@ -185,7 +196,7 @@ def prepare(
     processes: that will write it together, each with files of its own. place: what `resolve` made of load_dir, where that was
     asked already.
     """
-    place = resolve(str(load_dir)) if place is None else place
+    place = resolve(load_dir) if place is None else place
     for word in options.save.allow_lossy:
         if word not in LOSSES:
             raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
@@ -197,6 +208,11 @@ def prepare(
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
+    if options.save.distributed_optimizer is not None and not source.header.carries_optimizer:
+        raise UsageError(
+            "--use-distributed-optimizer: chooses nothing, since no optimizer state is converted; leave it out",
             code="no-optimizer",
         )
     source, merged = _changed(source, options)

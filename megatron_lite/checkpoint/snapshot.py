@@ -3,6 +3,7 @@
 Optimizer state is saved as Megatron's fully_reshardable form: sharded like the weights, whatever ranges the ranks own.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from formats import rank_files
 from megaconv.families import family
+from megaconv.megatron.arguments.param_groups import is_expert
 from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
@@ -164,7 +166,10 @@ def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str
 
 
 def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
-    """Of `torch`. Collective over data-parallel ranks that share the optimizer's state."""
+    """Of `torch`. Collective over data-parallel ranks that share the optimizer's state.
+
+    Megatron's ranks write that are the first of those that hold the same experts.
+    """
     engine.finish()
     grid = engine.grid
     renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
@@ -176,15 +181,17 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     state = dict(common)
     if with_optimizer and engine.optimizer is not None:
         slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
-        listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model]
-        state["optimizer"] = _optimizer_state(common["optimizer"], listed, ordered, slots)
-    if grid.dp_rank:
+        listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
+        state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
+    mixture = engine.config.experts.count > 0
+    if grid.rank_along("edp" if mixture else "dp"):
         return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
         key = "model" if len(ordered) == 1 else f"model{chunk}"
         state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: order(entry[0])))
-    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, 0, grid.layout.pp, 1)
+    ep_rank = grid.rank_along("ep") if mixture else 0
+    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, ep_rank, grid.layout.pp, grid.layout.ep)
     return Snapshot(common["iteration"], common, rank_file=(f"{directory}/{rank_files.MODEL_FILE}", state))
 
 
@@ -192,8 +199,11 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     """From the engine's names to those of the implementation."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
+    ep_rank = grid.rank_along("ep") if config.experts.count else 0
     ours, theirs = (
-        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows)
+        native_tensors(
+            family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank
+        )
         for naming in (NAMING, core_naming(impl))
     )
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
@@ -202,22 +212,23 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
 def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
     """Optimizer state in the shape of this rank's parameters, from the ranges of all data-parallel ranks."""
     assert engine.optimizer is not None
-    parameters = {(chunk, name): tensor for chunk, name, tensor in engine.parameters()}
+    infos = {(info.chunk, info.name): info for of_chunk in engine.infos for info in of_chunk if info.trained}
+    device = engine.grid.device
     names = _slot_names(engine)
     wholes = {
-        key: {slot: torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device) for slot in names}
-        for key, tensor in parameters.items()
+        key: {slot: torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=device) for slot in names}
+        for key, info in infos.items()
     }
     for owned in engine.optimizer.ranges():
         for slot, flat in owned.tensors.items():
             wholes[owned.chunk, owned.name][slot][owned.start : owned.end] = flat.detach()
-    if engine.optimizer.distributed and engine.grid.dp > 1:
-        for slots in wholes.values():
+    if engine.optimizer.distributed:
+        for key, slots in wholes.items():
             for flat in slots.values():
                 # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-                dist.all_reduce(flat.view(torch.int32), group=engine.grid.group("dp"))
+                comm.all_reduce(flat.view(torch.int32), engine.grid.group(infos[key].reduced_over))
     return {
-        key: {slot: flat.view(parameters[key].shape) for slot, flat in slots.items()} for key, slots in wholes.items()
+        key: {slot: flat.view(infos[key].native.shape) for slot, flat in slots.items()} for key, slots in wholes.items()
     }
 
 
@@ -230,6 +241,26 @@ def _slot_names(engine: Engine) -> list[str]:
     sharding: list[Any] = [None] * engine.grid.dp
     dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
     return next(names for names in sharding if names)
+
+
+def _optimizers(
+    groups: Mapping[str, Any],
+    listed: list[tuple[int, str]],
+    models: list[OrderedDict[str, Tensor]],
+    slots: Mapping[tuple[int, str], Mapping[str, Tensor]],
+    *,
+    apart: bool,
+) -> Any:
+    """One, or with expert parallelism (apart) a list of two: experts have one of their own."""
+    if not apart:
+        return _optimizer_state(groups, listed, models, slots)
+    dense, experts = ([key for key in listed if is_expert(key[1]) == of_experts] for of_experts in (False, True))
+    theirs = [{**group, "is_expert_parallel": True} for group in groups["optimizer"]["param_groups"]]
+    of_experts = {**groups, "optimizer": {**groups["optimizer"], "param_groups": theirs}}
+    return [
+        _optimizer_state(groups, dense, models, slots),
+        _optimizer_state(of_experts, experts, models, slots),
+    ]
 
 
 def _optimizer_state(
@@ -245,11 +276,10 @@ def _optimizer_state(
     by_group: list[list[tuple[int, str]]] = [[], []]
     for chunk, name in listed:
         by_group[name.endswith(".bias") or models[chunk][name].dim() == 1].append((chunk, name))
+    used = [pair for pair in zip(groups["optimizer"]["param_groups"], by_group, strict=True) if pair[1]]
+    by_group = [keys for _, keys in used]
     numbers = {key: number for number, key in enumerate(key for group in by_group for key in group)}
-    param_groups = [
-        {**group, "params": [numbers[key] for key in keys]}
-        for group, keys in zip(groups["optimizer"]["param_groups"], by_group, strict=True)
-    ]
+    param_groups = [{**group, "params": [numbers[key] for key in keys]} for group, keys in used]
     counter = {"step": torch.tensor(float(param_groups[0]["step"]))}
     state = {
         numbers[key]: {slot: tensor for slot, tensor in slots[key].items() if slot != "master"}
@@ -258,7 +288,7 @@ def _optimizer_state(
         for key in keys
     }
     inner = {"state": state, "param_groups": param_groups}
-    if all(tensor.dtype == torch.float32 for model in models for tensor in model.values()):
+    if all(models[chunk][name].dtype == torch.float32 for chunk, name in listed):
         return inner
     masters = [[slots[key]["master"] for key in keys] for keys in by_group]
     return {**groups, "optimizer": inner, "fp32_from_fp16_params": masters}

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from megaconv.errors import UsageError
+from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.restore import Start, find_start, load
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.sidecars import sidecars
@@ -42,7 +43,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     settings, packed = finetuning.with_epochs(settings, sizes, examples, place.say)
-    _check_savable(settings, config)
+    _check_savable(settings, config, sizes.layout)
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
     progress = start.progress if start is not None else Progress()
@@ -116,7 +117,7 @@ def _balancing(balance: Balance) -> Balancing:
     named = zip(balance.moe_router_load_balancing_type, balance.moe_aux_loss_coeff, strict=True)
     losses = tuple((name, coefficient) for name, coefficient in named if name != "none" and coefficient)
     dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
-    return Balancing(losses, balance.moe_z_loss_coeff, dtype)
+    return Balancing(losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, dtype)
 
 
 def optimizer_options(settings: Settings) -> OptimizerOptions:
@@ -135,13 +136,14 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
     )  # fmt: skip
 
 
-def _check_savable(settings: Settings, config: ModelConfig) -> None:
-    """Raises UsageError for a checkpoint that couldn't be written, before there is anything to lose."""
-    saving = settings.checkpointing
-    if saving.save is None or not config.experts.count:
-        return
-    if saving.ckpt_format == "torch":
-        raise UsageError("--ckpt-format torch can't be written for a mixture of experts yet; take torch_dist")
+def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> None:
+    """Raises LayoutError for a checkpoint that couldn't be written, before there is anything to lose."""
+    saving, files = settings.checkpointing, layout.etp * layout.ep
+    if saving.save is not None and saving.ckpt_format == "torch" and config.experts.count and files < layout.tp:
+        raise LayoutError(
+            f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "
+            f"tp = {layout.tp} ranks; take --ep {layout.tp} or more, or torch_dist"
+        )
 
 
 def _sample_counts(settings: Settings, sizes: Sizes, progress: Progress) -> list[int]:

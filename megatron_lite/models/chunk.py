@@ -3,19 +3,20 @@
 Activations are [sequence, batch, hidden], or with sequence parallelism this tensor rank's part of the sequence.
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from megaconv.model.layout import Chunk
-from megatron_lite.models import recompute, rng
-from megatron_lite.models.attention import Documents
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.models import recompute
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
-from megatron_lite.models.moe.balance import Balance
-from megatron_lite.models.plan import Pass, Plan
-from megatron_lite.models.rotary import Rotary
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.plan import Plan
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.payload import Payload, Wire, Wires
 from megatron_lite.parallel.tensor import Norm
 
 
@@ -41,6 +42,13 @@ class Decoder(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 
+class Counted(NamedTuple):
+    """A loss of every label, and how much it counts; float32 [batch, sequence] without a gradient."""
+
+    losses: Tensor
+    weights: Tensor
+
+
 class ModelChunk(nn.Module):
     """What one virtual stage holds. Its parameters are those of native_tensors(..., "core", ...), names and shapes alike."""
 
@@ -51,33 +59,39 @@ class ModelChunk(nn.Module):
         self.decoder = Decoder(plan, chunk)
         shares = plan.config.tie_embeddings and chunk.is_first
         self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
-        self.rotary: Rotary | None = None
 
-    def forward(
-        self, x: Tensor | None, batch: Microbatch, seed: rng.Seed | None, balance: Balance | None = None
-    ) -> Tensor:
-        """x: what the stage before gave; None on the first stage. On the last stage the final norm is done too."""
-        length, dtype = batch.tokens.shape[1], next(self.parameters()).dtype
+    def takes(self, rows: int, length: int) -> Wires:
+        """What the stage before this one gives, of a microbatch of so many rows, of each of which this rank has so many tokens."""
+        return () if self.is_first else self._between(rows, length)
+
+    def gives(self, rows: int, length: int) -> Wires:
+        """What this stage gives to the one behind it."""
+        return () if self.is_last else self._between(rows, length)
+
+    def _between(self, rows: int, length: int) -> Wires:
+        ranks = self.plan.ranks
+        here = length // ranks.size if ranks.sequence else length
+        return (Wire((here, rows, self.plan.config.hidden), next(self.parameters()).dtype),)
+
+    def forward(self, taken: Payload, run: Pass) -> Payload:
+        """taken: what the stage before gave. On the last stage (activations behind the final norm,)."""
         if self.embedding is not None:
-            x = self.embedding(batch, seed)
-        assert x is not None, "a stage behind the first gets activations"
-        config, tables = self.plan.config, None
-        if config.positions.kind == "rope":
-            self.rotary = self.rotary or Rotary(config, x.device, dtype)
-            tables = self.rotary.tables(length, batch.positions)
-        documents = None if batch.documents is None else Documents(batch.documents)
-        made: Tensor = self.decoder(x, Pass(tables, documents, seed, balance))
-        return made
+            taken = (self.embedding(run),)
+        (x,) = taken
+        return (self.decoder(x, run),)
 
-    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of weights * losses; losses without a gradient). All [batch, sequence]; on the last stage."""
+    def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, "Counted"]]:
+        """(what to go backward from, the losses by the names that Plan.losses lists). On the last stage, of what forward gave."""
         assert self.output_layer is not None
-        made: tuple[Tensor, Tensor] = self.output_layer(hidden, self._shared(), labels, weights)
-        return made
+        weights = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
+        (hidden,) = given
+        total, losses = self.output_layer(hidden, self._shared(), run.labels, weights * run.share)
+        return total, {"loss": Counted(losses, weights)}
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, given: Payload) -> Tensor:
         """float32 [batch, sequence, vocabulary], the same on every tensor rank; on the last stage, without a gradient."""
         head, ranks = self.output_layer, self.plan.ranks
+        (hidden,) = given
         assert head is not None
         weight = self._shared() if head.weight is None else head.weight
         assert weight is not None

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from megatron_lite.models import rng
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.moe.experts import Mixture
-from megatron_lite.models.plan import Pass, Plan
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.plan import Plan
 from megatron_lite.models.self_attention import SelfAttention
 from megatron_lite.parallel.tensor import Norm
 

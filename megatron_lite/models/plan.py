@@ -1,17 +1,14 @@
-"""What all parts of a model are built from, which models there is code for, and what a pass hands to every layer."""
+"""What all parts of a model are built from, and which models there is code for."""
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
-from megatron_lite.models import recompute, rng
-from megatron_lite.models.attention import Documents
-from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models import recompute
 from megatron_lite.parallel.tensor import Keep, TensorGroup
 from megatron_lite.settings.options import ModelOptions
 
@@ -31,6 +28,11 @@ class Plan:
     """The ranks that share the experts of each layer."""
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
+        return ("loss",)
+
+    @property
     def norm_bias(self) -> bool:
         return self.config.norm.kind == "LayerNorm"
 
@@ -39,7 +41,10 @@ class Plan:
         return recompute.make_again if self.options.recompute.granularity == "selective" else recompute.keep
 
 
-TRAINED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+TRAINED = (
+    "dots1", "glm4_moe", "gpt2", "hy_v3", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "solar_open", "stablelm", "starcoder2",
+)  # fmt: skip
 """Families that this decoder is, by configuration."""
 NOT_COMPUTED = {
     "interleaved": "rotary positions of neighbouring elements",
@@ -57,8 +62,6 @@ NOT_COMPUTED = {
     "two_ropes": "another base of rope in layers with a window",
     "sinks": "attention sinks",
     "clamped": "a clamped activation",
-    "sigmoid_router": "a router of sigmoids",
-    "router_bias": "a router with a bias",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
 
@@ -76,6 +79,8 @@ def make_plan(
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
+    if config.mtp_layers:
+        raise NotExpressible("the model has layers that predict further tokens, which can't be trained yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(layout, ranks)
@@ -93,15 +98,3 @@ def _check_experts(layout: Layout, ranks: TensorGroup) -> None:
         raise LayoutError(
             f"a mixture of experts at tp = {layout.tp} needs --sequence-parallel: else each tensor rank would route the same tokens"
         )
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What every layer needs of a microbatch."""
-
-    rotary: tuple[Tensor, Tensor] | None = None
-    documents: Documents | None = None
-    seed: rng.Seed | None = None
-    """Of dropout; None: nothing is dropped."""
-    balance: Balance | None = None
-    """Of experts; None where nothing goes backward."""

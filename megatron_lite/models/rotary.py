@@ -71,21 +71,13 @@ def magnitude(config: ModelConfig) -> float:
 
 
 class Rotary:
-    """cos and sin for one pass; made once, used by every layer."""
+    """cos and sin of any positions."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._frequencies, self._dtype, self._magnitude = frequencies(config).to(device), dtype, magnitude(config)
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tables(self, length: int, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos, sin [sequence, batch or 1, 1, rotated / 2]. positions int64 [batch, sequence] or None."""
-        if positions is not None:
-            return self._tables(positions.t())
-        if length not in self._made:
-            self._made[length] = self._tables(torch.arange(length, device=self._frequencies.device).unsqueeze(1))
-        return self._made[length]
-
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [sequence, batch or 1, 1, rotated / 2] of positions, int64 [sequence, batch or 1]."""
         angles = positions.float()[..., None, None] * self._frequencies
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
 

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lite.models.attention import attend
-from megatron_lite.models.plan import Pass, Plan
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.plan import Plan
 from megatron_lite.models.rotary import rotate
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear
@@ -38,12 +39,14 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if run.rotary is not None:
             q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
+        if run.cache is not None:
+            k, v = run.cache.append(self.layer, k, v, run.positions)
         projected: Tensor = self.linear_proj(self._attend(q, k, v, run).flatten(2))
         return projected
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
-        how: Any = {"window": self.window, "documents": run.documents, "backend": self.options.attention}
+        how: Any = {"window": self.window, "backend": self.options.attention}
         if run.seed is None or not self.options.attention_dropout:
-            return attend(q, k, v, **how)
+            return attend(q, k, v, run, **how)
         with run.seed.for_attention(self.layer, self.ranks, q.device):
-            return attend(q, k, v, dropout=self.options.attention_dropout, **how)
+            return attend(q, k, v, run, dropout=self.options.attention_dropout, **how)

@@ -38,6 +38,11 @@ class ParameterInfo:
         return self.kind.copied
 
     @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and an optimizer's state."""
+        return self.kind is not Kind.UNTRAINED
+
+    @property
     def reduced_over(self) -> str:
         """The grid's axis along which other ranks have the same parameter, and gradients from other sequences."""
         return "edp" if self.kind is Kind.EXPERT else "dp"

@@ -50,6 +50,16 @@ class Model:
     moe_router_pre_softmax: bool = flag(
         False, "weights of experts are a softmax over all of them, not over those chosen"
     )
+    moe_layer_freq: str | None = flag(None, "which layers have experts: every N-th, or [0]*1+[1]*3 (all)")
+    moe_router_score_function: str = flag(
+        "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "a bias for each expert in the choice, which balances without a loss"
+    )
+    moe_router_num_groups: int | None = flag(None, "groups of experts, the best of which a token chooses from")
+    moe_router_group_topk: int | None = flag(None, "how many of them")
+    moe_router_topk_scaling_factor: float | None = flag(None, "a factor on the weights of experts")
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of an expert that every token passes")
     moe_shared_expert_gate: bool = flag(False, "a gate on that one")
     vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
@@ -92,6 +102,9 @@ class Balance:
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "a coefficient for each of them")
     moe_z_loss_coeff: float = flag(0.0, "coefficient of a loss that keeps the router's logits small")
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "how far a step moves a router's bias of each expert, where it has one; 0: not at all"
+    )
     moe_router_dtype: str | None = flag(None, "in which routers compute (the model's)", choices=("fp32", "fp64"))
 
 

@@ -22,6 +22,8 @@ class Balancing:
     """(`aux_loss` or `seq_aux_loss`, coefficient)."""
     z_loss: float = 0.0
     """Coefficient."""
+    bias_rate: float = 0.0
+    """How far a step moves the bias of each expert of routers that have one."""
     router_dtype: str | None = None
     """In which the router computes; None: that of its input."""
 

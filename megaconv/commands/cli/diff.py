@@ -7,7 +7,7 @@ import typer
 
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import app, print_json
-from megaconv.terminal import show
+from megaconv.terminal import has_blocks, show
 
 _LIMIT = 50
 
@@ -66,7 +66,7 @@ def diff(
         print_json(found.to_json() | ({} if moved is None else {"movement": moved.to_json()}))
     else:
         _print_diff(found, limit, "names, shapes and dtypes: " if metadata else "")
-        for line in () if moved is None else moved.lines():
+        for line in () if moved is None else moved.lines(blocks=has_blocks()):
             show(line)
     if not found.same or (config_too and found.config):
         raise typer.Exit(4)

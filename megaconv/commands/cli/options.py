@@ -129,12 +129,15 @@ EncoderPp = Annotated[
 ]
 
 CkptFormat = Annotated[
-    str, typer.Option("--ckpt-format", help="Format of a Megatron core output: torch, torch_dist or zarr.")
+    str | None,
+    typer.Option("--ckpt-format", help="Format of a Megatron core output: torch (by default), torch_dist or zarr."),
 ]
 TransformerImpl = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--transformer-impl", "--saver-transformer-impl", help="Names of a core output: transformer_engine or local."
+        "--transformer-impl",
+        "--saver-transformer-impl",
+        help="Names of a core output: transformer_engine (by default) or local.",
     ),
 ]
 Grouped = Annotated[
@@ -173,8 +176,8 @@ VocabDivisor = Annotated[
     ),
 ]
 VocabPadding = Annotated[
-    str,
-    typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again) or `zero`."),
+    str | None,
+    typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again; by default) or `zero`."),
 ]
 CheckpointType = Annotated[
     str | None,
@@ -190,7 +193,9 @@ Quantize = Annotated[
         help="fp8-block: store weights of attention, MLP and experts of an hf output in FP8, with a scale for each 128 by 128. Lossy.",
     ),
 ]
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
+MaxShardSize = Annotated[
+    str | None, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output; 5GB by default.")
+]
 DistFiles = Annotated[
     int | None,
     typer.Option(

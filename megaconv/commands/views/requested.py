@@ -71,15 +71,18 @@ class Subject:
         return self.place if isinstance(self.place, Path) else None
 
 
-def views(subject: Subject, asked: Asked, *, blocks: bool = True) -> list[View]:
-    """In a fixed order. blocks: whether the terminal can show block characters. Raises CheckpointError."""
+def views(subject: Subject, asked: Asked, *, blocks: bool = True, columns: int | None = None) -> list[View]:
+    """In a fixed order. blocks: whether the terminal can show block characters; columns: how many it has, None: no bound.
+
+    Raises CheckpointError.
+    """
     if asked.html is not None:
         _require_place(asked.html)
     makers: list[tuple[object, Callable[[], View]]] = [
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
         (asked.layout, lambda: _layout(subject, blocks)),
-        (asked.stats and asked.html is None, lambda: _stats(subject, blocks)),
+        (asked.stats and asked.html is None, lambda: _stats(subject, blocks, columns)),
         (asked.megatron_args, lambda: _megatron_args(subject)),
         (asked.html is not None, lambda: _html(subject, asked)),
     ]
@@ -121,9 +124,9 @@ def _layout(subject: Subject, blocks: bool) -> View:
     return View("layout", picture.to_json(), picture.lines(blocks=blocks))
 
 
-def _stats(subject: Subject, blocks: bool) -> View:
+def _stats(subject: Subject, blocks: bool, columns: int | None) -> View:
     found = statistics_of(subject)
-    return View("stats", stats.to_json(found), stats.lines(found, blocks=blocks))
+    return View("stats", stats.to_json(found), stats.lines(found, blocks=blocks, columns=columns))
 
 
 def statistics_of(subject: Subject) -> dict[str, Statistics]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from megatron_lite.models.mlp import activate
 from megatron_lite.models.moe.dispatch import route
 from megatron_lite.models.moe.router import Router
-from megatron_lite.models.plan import Pass, Plan
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
 

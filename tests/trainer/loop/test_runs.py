@@ -139,13 +139,26 @@ def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_pa
 
 
 def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt --ep 2 --use-distributed-optimizer --bf16"
-    train(tmp_path / "whole", 2, command)
-    train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
-    train(tmp_path / "parts", 2, command)
+    """The whole run is saved in one format, the parts in the other: a file for each rank that holds the first copy of experts."""
+    words = "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --bf16"
+    command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt {words}"
+    train(tmp_path / "whole", 4, command)
+    train(tmp_path / "parts", 4, f"{command} --ckpt-format torch --exit-interval 2")
+    train(tmp_path / "parts", 4, f"{command} --ckpt-format torch")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
     prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
     assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
+    assert prints[0].optimizer is not None
+    ranks = {path.name for path in (tmp_path / "parts" / "ckpt" / "iter_0000004").iterdir()}
+    assert ranks == {"mp_rank_00_000", "mp_rank_01_001"}
+
+
+def test_too_few_rank_files_for_the_tensor_ranks_are_refused(tmp_path: Path) -> None:
+    running = launch(
+        tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch --tp 2 --sequence-parallel"
+    )
+    assert running.wait() == [2, 2]
+    assert "etp x ep = 1 x 1 = 1, too few for the parts of tp = 2 ranks; take --ep 2 or more" in running.logs()
 
 
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:

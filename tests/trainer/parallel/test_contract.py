@@ -24,7 +24,6 @@ from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
 
-COMPARED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16}
 FEATURES = {
     "gpt2": MODELS["gpt2"],
@@ -47,7 +46,25 @@ FEATURES = {
         },
     ),
     "qwen3_moe": changed(replace(MODELS["qwen3"], family="qwen3_moe"), EXPERTS),
-}
+    "seed_oss": changed(replace(MODELS["qwen3"], family="seed_oss"), {"attention.qk_norm": False, "attention.qkv_bias": True}),
+    "starcoder2": changed(replace(MODELS["gpt2, untied"], family="starcoder2"), {"positions.kind": "rope", "layers.window": 5}),
+    "stablelm": changed(replace(MODELS["qwen3"], family="stablelm"), {"attention.qk_norm": False, "norm.kind": "LayerNorm"}),
+    **{
+        name: changed(
+            replace(MODELS["qwen3"], family=name),
+            {
+                **EXPERTS, "layers.mlp": ("dense", "dense", "experts", "experts"), "experts.score": "sigmoid",
+                "experts.router_bias": True, "experts.shared_ffn": 24,
+            },
+        )
+        for name in ("dots1", "glm4_moe", "hy_v3")
+    },
+    "solar_open": changed(
+        replace(MODELS["qwen3"], family="solar_open"),
+        {**EXPERTS, "attention.qk_norm": False, "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24},
+    ),
+}  # fmt: skip
+COMPARED = tuple(FEATURES)
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
 

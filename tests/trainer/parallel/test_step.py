@@ -12,8 +12,8 @@ from megaconv.families import family
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.models.attention import Documents, attend, window_mask
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.passes import Passes
 from megatron_lite.models.rng import mix
 from tests.trainer.parallel.small import (
     BLOCK,
@@ -29,23 +29,6 @@ from tests.trainer.parallel.small import (
     weights_of,
 )  # fmt: skip
 from tests.trainer.parallel.worlds import World
-
-
-def heads(count: int, length: int = 12, batch: int = 2) -> torch.Tensor:
-    return torch.randn(length, batch, count, 8, generator=torch.Generator().manual_seed(count))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_documents_are_what_a_block_mask_makes_of_them(window: int | None) -> None:
-    q, k, v = heads(4), heads(2), heads(2) * 2
-    documents = Documents(((5, 7), (12,)))
-    found = attend(q, k, v, documents=documents, window=window)
-    number = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
-    mask = (number[:, :, None] == number[:, None, :]) & window_mask(12, window or 12, q.device)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).permute(2, 0, 1, 3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_packed_documents_are_as_if_each_was_alone() -> None:
@@ -170,7 +153,7 @@ def saved_bytes(case: Case) -> int:
 
     batch = next(batches(case, 0))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.chunks[0](None, batch, None)
+        engine.chunks[0]((), Passes(engine.config, engine.grid.device, torch.float32).make(batch))
     return sum(storages.values())
 
 
