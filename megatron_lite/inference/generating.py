@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megaconv.errors import UsageError
+from megaconv.terminal import one_line
 from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.beams import BeamSettings, beam_search
 from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
@@ -187,7 +188,7 @@ def _beams(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> Non
                 print(json.dumps({"prompt": prompt, "beams": found}, ensure_ascii=False), file=file)
             else:
                 for text, beam in texts:
-                    print(f"{beam.score:9.4f}  {prompt}{text}", file=file)
+                    print(f"{beam.score:9.4f}  {one_line(prompt + text)}", file=file)
 
 
 def open_output(path: str) -> TextIO:

@@ -14,6 +14,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.slots import Feed, Scored, judge
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.parallel import comm
 
 _HEAD = 256
@@ -68,7 +69,7 @@ class EngineModel:
         assert found is not None, "rank 0 gets what all ranks computed"
         return [
             Scored(part[:, 0].float(), part[:, 1] > 0, part[:, 2 : 2 + top].long(), part[:, 2 + top :].float())
-            for part in found.split([max(length - 1, 0) for length in lengths])
+            for part in torch.split(found, [max(length - 1, 0) for length in lengths])
         ]
 
     def idle(self) -> None:
@@ -151,20 +152,23 @@ class EngineModel:
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """float64 [tokens, 2 + 2 top]: of all rows one after the other, as score takes it apart."""
-        found: list[Tensor | None] = [None] * len(rows)
-        for group in _batches([len(row) for row in rows], SCORED_TOKENS):
-            tokens = _padded([rows[number] for number in group]).to(self.grid.device)
+        found = [torch.empty(max(len(row) - 1, 0), 2 + 2 * top, dtype=torch.float64) for row in rows]
+        for group in _batches([len(row) - 1 for row in rows], SCORED_TOKENS):
+            tokens = _padded([rows[number][:-1] for number in group]).to(self.grid.device)
             last = self.engine.last_stage(Microbatch(tokens, tokens))
             for place, number in enumerate(group):
-                found[number] = torch.empty(len(rows[number]) - 1, 2 + 2 * top, dtype=torch.float64)
                 if last is not None:
-                    chunk, hidden = last
-                    for first in range(0, len(rows[number]) - 1, _BLOCK):
-                        end = min(first + _BLOCK, len(rows[number]) - 1)
-                        logits = chunk.logits((hidden[first:end, place : place + 1],))[0]
-                        found[number][first:end] = _judged(logits, tokens[place, first + 1 : end + 1], top)  # type: ignore[index]
-        whole = torch.cat([part for part in found if part is not None]) if rows else torch.empty(0, 2 + 2 * top)
-        return self._to_first(whole.to(self.grid.device))
+                    self._judge(*last, place, rows[number], found[number])
+        return self._to_first(torch.cat(found).to(self.grid.device))
+
+    def _judge(self, chunk: ModelChunk, hidden: Tensor, place: int, row: list[int], into: Tensor) -> None:
+        """One row of a batch, so many tokens at a time that their logits have room."""
+        tokens = torch.tensor(row[1:], device=hidden.device)
+        for first in range(0, len(tokens), _BLOCK):
+            part = slice(first, min(first + _BLOCK, len(tokens)))
+            found = judge(chunk.logits((hidden[part, place : place + 1],))[0], tokens[part], len(into[0]) // 2 - 1)
+            columns = (found.log_probs.unsqueeze(1), found.greedy.unsqueeze(1), found.top_ids, found.top_log_probs)
+            into[part] = torch.cat([column.double() for column in columns], 1).cpu()
 
     def _to_first(self, made: Tensor) -> Tensor:
         """What the last stage has, on the first too; on the CPU."""
@@ -172,12 +176,6 @@ class EngineModel:
         if ends is not None and self.grid.pp_rank in (0, self.grid.layout.pp - 1):
             comm.broadcast(made, self.grid.rank_of_stage(self.grid.layout.pp - 1), ends)
         return made.cpu()
-
-
-def _judged(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    found = judge(logits, tokens, top)
-    columns = (found.log_probs.unsqueeze(1), found.greedy.unsqueeze(1), found.top_ids, found.top_log_probs)
-    return torch.cat([column.double() for column in columns], 1)
 
 
 def _feeds(words: list[int]) -> list[Feed]:
@@ -215,6 +213,7 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         if group and (len(group) + 1) * lengths[number] > most:
             yield group
             group = []
-        group.append(number)
+        if lengths[number] > 0:
+            group.append(number)
     if group:
         yield group

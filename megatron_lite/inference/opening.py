@@ -151,7 +151,7 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
     config = changed(config, {"dtype": dtype})
     engine = make_engine(config, parallel, place, length)
-    load_weights(engine, {key.name: tensor for key, tensor in source.tensors().items() if key.slot == WEIGHT})
+    load_weights(engine, {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT})
     stops = all_or_none(lambda: stop_ids(config, tokenizer, source.header.files))
     return Opened(EngineModel(engine, given.slots, length), config, tokenizer, stops, given.load)
 
