@@ -196,19 +196,28 @@ class Engine:
         return loss_sum, tokens
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
-        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective.
+        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
+        last = self.last_stage(batch, cache)
+        if last is None:
+            return None
+        chunk, hidden = last
+        with torch.no_grad():
+            return chunk.logits((hidden,))
+
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
+        """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
 
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
         run = self._passes.make(batch, cache=cache)
-        found: list[Tensor] = []
+        found: list[tuple[ModelChunk, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]
             given: Payload = chunk(taken, run)
             if chunk.is_last:
-                found.append(chunk.logits(given))
+                found.append((chunk, given[0]))
             return given
 
         layout = self.grid.layout

@@ -43,6 +43,12 @@ def all_gather(whole: Tensor, part: Tensor, group: Group, *, later: bool = False
     return work
 
 
+def broadcast(tensor: Tensor, source: int, group: Group) -> None:
+    """tensor becomes that of a global rank."""
+    if group is not None:
+        dist.broadcast(tensor, source, group=group)
+
+
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Runs of so many rows to each rank, one after the other, and theirs in the order of ranks."""
     found = rows.new_empty(sum(received), *rows.shape[1:])

@@ -41,6 +41,8 @@ class ModelOptions:
     recompute: Recompute = Recompute()
     attention: str = "auto"
     """`sdpa`; `flash` (flash-attn, on a GPU); `auto`: flash where it is installed and fits."""
+    trains: bool = True
+    """Whether anything will go backward; a mixture of experts can be sharded in more ways where nothing does."""
     compile: bool = False
     """torch.compile each layer."""
     loss_rows: int | None = None

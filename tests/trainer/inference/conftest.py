@@ -1,14 +1,5 @@
-"""One thread, since many processes run tests at the same time."""
+"""The processes that tests of the trainer share, and one thread, since many processes run tests at the same time."""
 
-from collections.abc import Iterator
+from tests.trainer.parallel.conftest import _one_thread, world
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["_one_thread", "world"]
