@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.tensor import Box, LazyTensor, matrix_shape
+from formats.tensor import LazyTensor, matrix_shape
 from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -23,7 +23,7 @@ from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
-from megatron_lite.checkpoint.weights import load_weights, read
+from megatron_lite.checkpoint.weights import load_weights, read_rows
 from megatron_lite.engine import Engine
 from megatron_lite.settings.config import Settings
 
@@ -132,8 +132,6 @@ def _read_range(
         for region in regions:
             row0, row1 = max(first, region.row), min(last, region.row + region.box.rows)
             if row0 < row1:
-                top = region.box.row0 + row0 - region.row
-                box = Box(top, top + row1 - row0, region.box.col0, region.box.col1)
                 into = out[row0 - first : row1 - first, region.col : region.col + region.box.cols]
-                into.copy_(read(tensor, box))
+                into.copy_(read_rows(tensor, region, row0 - region.row, row1 - region.row))
     return out.reshape(-1)[start - first * cols : end - first * cols]

@@ -103,13 +103,15 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     infos = (info for chunk in engine.infos for info in chunk)
     for number, (info, (chunk, name, tensor)) in enumerate(zip(infos, engine.parameters(), strict=True)):
         place = placed[chunk][name]
-        if _is_turn(engine, info, number) and _is_ours(place, grid.tp_rank):
+        if _is_turn(engine, info, number) and _is_ours(info, grid.tp_rank):
             yield from shards(place, tensor.detach())
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
         place = placed[owned.chunk][owned.name]
-        if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or _is_turn(engine, owned.info, number)):
+        if _is_ours(owned.info, grid.tp_rank) and (
+            engine.optimizer.distributed or _is_turn(engine, owned.info, number)
+        ):
             for slot, flat in _stored(engine, owned.tensors):
                 key = f"optimizer.state.{slot}.{place.key}"
                 yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
@@ -136,8 +138,8 @@ def _is_turn(engine: Engine, info: ParameterInfo, number: int) -> bool:
     return number % comm.size(grid.group(info.reduced_over)) == grid.rank_along(info.reduced_over)
 
 
-def _is_ours(place: Place, tp_rank: int) -> bool:
-    return not place.is_copy and (not place.replicated or tp_rank == 0)
+def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
+    return not info.is_copy and (not info.replicated or tp_rank == 0)
 
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:

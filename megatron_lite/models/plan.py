@@ -42,7 +42,7 @@ class Plan:
 
 
 TRAINED = (
-    "arcee", "dots1", "glm4_moe", "gpt2", "hy_v3", "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "arcee", "dots1", "glm4_moe", "gpt2", "gpt_oss", "hy_v3", "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
@@ -58,7 +58,6 @@ NOT_COMPUTED = {
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
     "two_ropes": "another base of rope in layers with a window",
-    "sinks": "attention sinks",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
 

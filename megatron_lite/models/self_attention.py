@@ -1,7 +1,8 @@
 """Attention of one layer, which a layer may have for its mixer: a norm, the matrices, norms of q and k, rotation."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.models.attention import attend
@@ -10,6 +11,17 @@ from megatron_lite.models.plan import Plan
 from megatron_lite.models.rotary import rotate
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear
+
+
+class Sinks(nn.Module):
+    """A score of each head that takes weight and gives no value. Where Megatron keeps them: with what computes attention."""
+
+    kinds: ClassVar = {"softmax_offset": Kind.SHARDED}
+
+    def __init__(self, heads: int) -> None:
+        """heads: of this rank."""
+        super().__init__()
+        self.softmax_offset = nn.Parameter(torch.empty(heads))
 
 
 class SelfAttention(nn.Module):
@@ -26,6 +38,7 @@ class SelfAttention(nn.Module):
         norm = (config.attention.head_dim, config.norm.epsilon)
         self.q_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
         self.k_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
+        self.core_attention = Sinks(sizes["heads"]) if config.attention.sinks else None
         self.linear_proj = RowLinear(
             sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias
         )
@@ -45,7 +58,8 @@ class SelfAttention(nn.Module):
         return projected
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
-        how: Any = {"window": self.window, "backend": self.options.attention}
+        sinks = None if self.core_attention is None else self.core_attention.softmax_offset
+        how: Any = {"window": self.window, "backend": self.options.attention, "sinks": sinks}
         if run.seed is None or not self.options.attention_dropout:
             return attend(q, k, v, run, **how)
         with run.seed.for_attention(self.layer, self.ranks, q.device):

@@ -54,6 +54,13 @@ FEATURES = {
         replace(MODELS["qwen3"], family="smollm3"),
         {"attention.qk_norm": False, "layers.rotates": (True, True, True, False)},
     ),
+    "gpt_oss": changed(
+        replace(MODELS["llama"], family="gpt_oss"),
+        {
+            **EXPERTS, "tie_embeddings": False, "mlp.activation": "quick_gelu", "mlp.offset": 1.0, "mlp.clamp": 7.0,
+            "attention.sinks": True, "layers.window": (5, None, 5, None),
+        },
+    ),
     "seed_oss": changed(replace(MODELS["qwen3"], family="seed_oss"), {"attention.qk_norm": False, "attention.qkv_bias": True}),
     "starcoder2": changed(replace(MODELS["gpt2, untied"], family="starcoder2"), {"positions.kind": "rope", "layers.window": 5}),
     "stablelm": changed(replace(MODELS["qwen3"], family="stablelm"), {"attention.qk_norm": False, "norm.kind": "LayerNorm"}),
@@ -126,7 +133,6 @@ def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> N
         ({"head.logit_cap": 30.0}, "capped logits"),
         ({"embedding_scale": 8.0}, "a scaled embedding"),
         ({"layers.window": 7, "positions.local_theta": 100.0}, "another base of rope in layers with a window"),
-        ({"attention.sinks": True}, "attention sinks"),
     ],
 )
 def test_what_this_decoder_does_not_compute_is_refused_by_name(fields: dict[str, Any], what: str) -> None:
