@@ -19,6 +19,7 @@ from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
@@ -75,7 +76,8 @@ class Engine:
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
         self._loss_names = plan.losses
-        self._passes = Passes(config, grid.device, self.dtype)
+        self._context = self._context_group()
+        self._passes = Passes(config, grid.device, self.dtype, self._context)
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
@@ -96,6 +98,10 @@ class Engine:
                 module.to(self.dtype).to_empty(device=grid.device).requires_grad_(False)
         else:
             self._prepare_training(optimizer)
+
+    def _context_group(self) -> ContextGroup | None:
+        group = self.grid.group("cp")
+        return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid = self.grid
@@ -190,7 +196,8 @@ class Engine:
             chunk = self.chunks[action.chunk]
             given: Payload = chunk(taken, run)
             if chunk.is_last:
-                found.append(chunk.logits(given))
+                own = chunk.logits(given)
+                found.append(own if self._context is None else self._context.whole(own, 1))
             return given
 
         layout = self.grid.layout
@@ -222,17 +229,18 @@ class Engine:
             return self._passes.make(batch, share=share)
         drops = max(self.options.hidden_dropout, self.options.attention_dropout) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
-        balance = Balance(share * batch.tokens.numel())
+        balance = Balance(share * batch.tokens.numel() / self.grid.cp)
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
+        own = length // self.grid.cp
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, length)) if action.backward else chunk.takes(rows, length)
+            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
 
         return wires
 

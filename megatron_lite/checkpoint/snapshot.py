@@ -77,7 +77,7 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
     engine.finish()
     found = tuple(_dist_shards(engine, chunk_places(engine, local=impl == "local"), with_optimizer))
-    objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
+    objects = {} if engine.grid.tp_rank or engine.grid.rank_along("replicas") else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     if not stacks_layers(engine.config):
         common = {**common, "content_metadata": {**common.get("content_metadata", {}), "non_homogeneous_layers": True}}
@@ -178,7 +178,7 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
         slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
         listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model]
         state["optimizer"] = _optimizer_state(common["optimizer"], listed, ordered, slots)
-    if grid.dp_rank:
+    if grid.rank_along("replicas"):
         return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
@@ -211,11 +211,11 @@ def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
     for owned in engine.optimizer.ranges():
         for slot, flat in owned.tensors.items():
             wholes[owned.chunk, owned.name][slot][owned.start : owned.end] = flat.detach()
-    if engine.optimizer.distributed and engine.grid.dp > 1:
+    if engine.optimizer.distributed and engine.grid.group("replicas") is not None:
         for slots in wholes.values():
             for flat in slots.values():
                 # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-                dist.all_reduce(flat.view(torch.int32), group=engine.grid.group("dp"))
+                dist.all_reduce(flat.view(torch.int32), group=engine.grid.group("replicas"))
     return {
         key: {slot: flat.view(parameters[key].shape) for slot, flat in slots.items()} for key, slots in wholes.items()
     }
@@ -225,10 +225,11 @@ def _slot_names(engine: Engine) -> list[str]:
     """The same on every rank, also on one that owns nothing."""
     assert engine.optimizer is not None
     own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
-    if not engine.optimizer.distributed or engine.grid.dp == 1:
+    replicas = engine.grid.group("replicas")
+    if not engine.optimizer.distributed or replicas is None:
         return own
-    sharding: list[Any] = [None] * engine.grid.dp
-    dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
+    sharding: list[Any] = [None] * comm.size(replicas)
+    dist.all_gather_object(sharding, own, group=replicas)
     return next(names for names in sharding if names)
 
 

@@ -1,6 +1,7 @@
 """Causal attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -11,7 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.models.across import attend_across
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 
 def attend(
@@ -29,6 +32,8 @@ def attend(
     Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
     tokens, of its own document. Where there are more keys than queries they are a cache's: key j is that of position j.
     """
+    if run.context is not None:
+        return _with_others(q, k, v, run.context, run, window, backend)
     if len(k) != len(q):
         return sdpa(q, k, v, seen(run.positions, len(k), window), dropout)
     kernel = choose(backend, q, v)
@@ -38,6 +43,17 @@ def attend(
     if kernel == "flash":
         return flash(q, k, v, window, dropout)
     return sdpa(q, k, v, _narrow(len(q), window, q.device), dropout)
+
+
+def _with_others(
+    q: Tensor, k: Tensor, v: Tensor, ranks: ContextGroup, run: Pass, window: int | None, backend: str
+) -> Tensor:
+    """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
+    if ranks.how != "a2a":
+        across: Tensor = attend_across(q, k, v, ranks, run.packed)
+        return across
+    q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
+    return tokens_for_heads(attend(q, k, v, replace(run, context=None), window=window, backend=backend), ranks)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:

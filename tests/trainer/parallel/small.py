@@ -51,6 +51,7 @@ class Case:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     distributed: bool = False
     recompute: Recompute = NONE
@@ -64,10 +65,10 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "dp") if getattr(self, name) > 1]
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "dp", "cp") if getattr(self, name) > 1]
         words += [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
         if self.recompute.granularity:
             words.append(self.recompute.granularity + (" block" if self.recompute == BLOCK else ""))
@@ -75,7 +76,19 @@ class Case:
 
     def alone(self) -> "Case":
         """The same in one process."""
-        return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
+        options = tuple(option for option in self.options if option[0] != "context")
+        return replace(
+            self,
+            tp=1,
+            pp=1,
+            vpp=1,
+            dp=1,
+            cp=1,
+            sequence_parallel=False,
+            distributed=False,
+            recompute=NONE,
+            options=options,
+        )
 
 
 def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000) -> Engine:
@@ -101,8 +114,8 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )
-    dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp)
-    engine = Engine(config, make_grid(layout, dp, torch.device("cpu")), options, optimizer)
+    dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
+    engine = Engine(config, make_grid(layout, dp, torch.device("cpu"), cp=case.cp), options, optimizer)
     init_weights(engine, std=0.1, seed=5)
     return engine
 
