@@ -189,7 +189,7 @@ class Engine:
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
-        run = self._passes.make(batch, cache=cache)
+        run = self.make_pass(batch, cache=cache)
         found: list[Tensor] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
@@ -217,14 +217,18 @@ class Engine:
         def forward(action: Action, taken: Payload) -> Payload:
             chunk, number = self.chunks[action.chunk], action.microbatch
             if number not in under_way:
-                under_way[number] = self._pass(microbatches[number], losses.share)
+                under_way[number] = self._training_pass(microbatches[number], losses.share)
             run = under_way.pop(number) if action.chunk == len(self.chunks) - 1 else under_way[number]
             given: Payload = chunk(taken, run)
             return (losses.add(*chunk.loss(given, run)),) if chunk.is_last else given
 
         Executor(self.grid, forward, self._arriving(microbatches[0])).run(actions, before_backward)
 
-    def _pass(self, batch: Microbatch, share: float) -> Pass:
+    def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
+        """For chunks that are called one by one: without dropout, and without a part in a step."""
+        return self._passes.make(batch, share=1.0, cache=cache)
+
+    def _training_pass(self, batch: Microbatch, share: float) -> Pass:
         if not torch.is_grad_enabled():
             return self._passes.make(batch, share=share)
         drops = max(self.options.hidden_dropout, self.options.attention_dropout) > 0

@@ -38,6 +38,10 @@ MODELS = {
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **_SIZES}),
     "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **_SIZES}),
     "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
+    "mixtral": from_fields(
+        "mixtral",
+        {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16, **_SIZES},
+    ),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }
 
@@ -115,7 +119,12 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
         overlap_param_gather=overlap,
     )
     dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
-    engine = Engine(config, make_grid(layout, dp, torch.device("cpu"), cp=case.cp), options, optimizer)
+    engine = Engine(
+        config,
+        make_grid(layout, dp, torch.device("cpu"), cp=case.cp, experts=config.experts.count > 0),
+        options,
+        optimizer,
+    )
     init_weights(engine, std=0.1, seed=5)
     return engine
 
@@ -171,3 +180,21 @@ def train(_rank: int, case: Case) -> Trained:
     engine.finish()
     engine.grid.close()
     return Trained(reports, weights_of(engine))
+
+
+def saved_bytes(engine: Engine, batch: Microbatch) -> int:
+    """What autograd keeps of one forward pass through the only chunk, parameters apart, each storage once."""
+    parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
+    storages: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.chunks[0]((), engine.make_pass(batch))
+    return sum(storages.values())

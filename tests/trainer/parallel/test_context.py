@@ -18,7 +18,7 @@ from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import CONTEXT, Balancing, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
-from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case, batches, make_engine, train
+from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case, batches, make_engine, saved_bytes, train
 from tests.trainer.parallel.test_contract import FEATURES
 from tests.trainer.parallel.test_layouts import compare
 from tests.trainer.parallel.worlds import World
@@ -117,6 +117,7 @@ COVERING = [
     Case("gpt2", cp=2, pp=2, vpp=2, distributed=True, options=how("all_gather")),
     Case("llama", cp=2, dp=2, distributed=True, recompute=SELECTIVE, options=how("a2a")),
     Case("qwen3", cp=4, options=how("p2p")),
+    Case("mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)
@@ -180,6 +181,22 @@ def test_every_gradient_is_that_of_one_process(word: str, world: World) -> None:
         for name, gradient in found.items():
             largest = expected[name].abs().max()
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=float(largest) * 1e-5)
+
+
+def kept(_rank: int, case: Case) -> int:
+    engine = make_engine(case)
+    found = saved_bytes(engine, next(batches(case, 1)))
+    engine.grid.close()
+    return found
+
+
+@pytest.mark.parametrize("word", CONTEXT)
+def test_a_rank_keeps_its_share_of_the_activations(word: str, world: World) -> None:
+    """And nothing of what other ranks sent. (Blocks keep keys and values less often than one call does.)"""
+    case = Case("llama", masked=False, options=how(word))
+    alone = kept(0, case.alone())
+    for shared in world.run(2, kept, replace(case, cp=2)):
+        assert 0.4 * alone < shared < 0.52 * alone
 
 
 def logits(_rank: int, case: Case) -> torch.Tensor | None:
