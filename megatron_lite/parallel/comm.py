@@ -3,7 +3,7 @@
 All sums are in the dtype of the tensor. A failed collective raises and leaves its group unusable: nobody catches it here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,24 @@ def receive(tensor: Tensor, rank: int, group: Group, tag: int) -> Work:
     work = dist.irecv(tensor, rank, group=group, tag=tag)
     assert work is not None, "this rank is in the group"
     return work
+
+
+def shift(tensor: Tensor, group: ProcessGroup, *, tag: int = 0) -> Callable[[], Tensor]:
+    """Start to send it to the next rank of a ring; the result waits, and gives what the one before sent. Keep the tensor until then."""
+    here, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    coming = torch.empty_like(tensor)
+    operations = [
+        dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group, tag),
+        dist.P2POp(dist.irecv, coming, ranks[here - 1], group, tag),
+    ]
+    works = dist.batch_isend_irecv(operations)
+
+    def arrived() -> Tensor:
+        for work in works:
+            work.wait()
+        return coming
+
+    return arrived
 
 
 def overlapping() -> bool:

@@ -44,8 +44,8 @@ class ParameterInfo:
 
     @property
     def reduced_over(self) -> str:
-        """The grid's axis along which other ranks have the same parameter, and gradients from other sequences."""
-        return "edp" if self.kind is Kind.EXPERT else "dp"
+        """The grid's axis along which other ranks have the same parameter, and gradients from other tokens."""
+        return "edp" if self.kind is Kind.EXPERT else "replicas"
 
     @property
     def decays(self) -> bool:

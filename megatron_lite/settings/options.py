@@ -28,6 +28,10 @@ class Balancing:
     """In which the router computes; None: that of its input."""
 
 
+CONTEXT = ("p2p", "all_gather", "a2a")
+"""Keys and values wander in a ring, are gathered, or each rank gets some heads of all tokens; by Megatron's words."""
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """How the forward and backward passes run."""
@@ -45,6 +49,8 @@ class ModelOptions:
     """Whether anything will go backward; a mixture of experts can be sharded in more ways where nothing does."""
     compile: bool = False
     """torch.compile each layer."""
+    context: str = "p2p"
+    """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     balance: Balancing = Balancing()
