@@ -42,7 +42,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """Dense layers here and there, and a dense one first; the latter's routers have biases, which no gradient moves."""
 
 
-@pytest.fixture(params=[pytest.param("Qwen3Moe", marks=pytest.mark.slow), "Glm4Moe", pytest.param("GptOss", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[pytest.param("Qwen3Moe", marks=pytest.mark.slow), "Glm4Moe", pytest.param("GptOss", marks=pytest.mark.slow)]
+)
 def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A directory with `hf` in it."""
     import transformers
