@@ -159,12 +159,19 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    found = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    found = [f"self_attention.{name}" for name in ("linear_proj", *_projections(config))]
     if config.has("dense", layer):
         found += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif config.experts.shared_ffn:
         found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
+
+
+def _projections(config: ModelConfig) -> tuple[str, ...]:
+    if not config.latent.kv_rank:
+        return ("linear_qkv",)
+    of_queries = ("linear_q_down_proj", "linear_q_up_proj") if config.latent.q_rank else ("linear_q_proj",)
+    return (*of_queries, "linear_kv_down_proj", "linear_kv_up_proj")
 
 
 def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:

@@ -85,6 +85,8 @@ def sdpa(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys]; None: all up to itself."""
     width = v.shape[-1]
+    if width < q.shape[-1]:  # else there is no kernel but the one that keeps all scores
+        v = F.pad(v, (0, q.shape[-1] - width))
     if sinks is not None:
         scale = scale or q.shape[-1] ** -0.5
         mask = window_mask(len(q), len(q), q.device) if mask is None else mask

@@ -42,12 +42,13 @@ class Plan:
 
 
 TRAINED = (
-    "arcee", "dots1", "glm4_moe", "gpt2", "gpt_oss", "hy_v3", "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
+    "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
 NOT_COMPUTED = {
-    "interleaved": "rotary positions of neighbouring elements",
+    "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",

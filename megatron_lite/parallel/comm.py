@@ -138,6 +138,31 @@ class _SumScattered(torch.autograd.Function):
         return gathered(grad, ctx.group), None
 
 
+class _ForAllHeads(torch.autograd.Function):
+    """x of all tokens, which each rank uses for its own heads; the gradient is the sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, gather: bool) -> Tensor:
+        ctx.group, ctx.gather = group, gather
+        return gathered(x, group) if gather else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.gather:
+            return scattered(grad, ctx.group), None, None
+        grad = grad.clone()
+        all_reduce(grad, ctx.group)
+        return grad, None, None
+
+
+def for_all_heads(x: Tensor, group: Group, *, gather: bool) -> Tensor:
+    """What every rank has, or (gather) has a part of along the first axis, as a whole for a share of the work on each."""
+    if group is None:
+        return x
+    whole: Tensor = _ForAllHeads.apply(x, group, gather)  # type: ignore[no-untyped-call]
+    return whole
+
+
 def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
     """The sum over the ranks, whole or (scatter) sharded along the first axis; autograd knows how to go back."""
     summed: Tensor = (_SumScattered if scatter else _Sum).apply(x, group)  # type: ignore[no-untyped-call]
