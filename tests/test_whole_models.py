@@ -30,7 +30,7 @@ BRIDGE = {
     },
     "qwen2_5_vl": {"visual.patch_embed.proj.weight", "visual.merger.ln_q.weight", "language_model.decoder.final_layernorm.weight"},
     "glm4v_moe": {"visual.patch_embed.proj.weight", "language_model.decoder.final_layernorm.weight"},
-    "kimi_k25": {"mm_projector.pre_norm.weight", "vision_tower.patch_embed.proj.weight"},
+    "kimi_k25": {"mm_projector.pre_norm.weight", "vision_tower.patch_embed.pos_emb.weight"},
     "mistral3": {"multi_modal_projector.norm.weight", "vision_tower.patch_conv.weight"},
     "qwen2_audio": {"audio_tower.conv1.weight", "multi_modal_projector.linear.weight"},
 }  # fmt: skip
