@@ -114,6 +114,40 @@ class _SumScattered(torch.autograd.Function):
         return gathered(grad, ctx.group), None
 
 
+class _Same(torch.autograd.Function):
+    """What is the same on all ranks; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        all_reduce(grad, ctx.group)
+        return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts of the first axis; the gradient of each is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return scattered(grad, ctx.group), None
+
+
+def shared_over(x: Tensor, group: ProcessGroup, *, gather: bool) -> Tensor:
+    """The opposite of sum_over: x, the same on all ranks, or (gather) their parts one after another, for each to use in its own way."""
+    shared: Tensor = (_Gathered if gather else _Same).apply(x, group)  # type: ignore[no-untyped-call]
+    return shared
+
+
 def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
     """The sum over the ranks, whole or (scatter) sharded along the first axis; autograd knows how to go back."""
     summed: Tensor = (_SumScattered if scatter else _Sum).apply(x, group)  # type: ignore[no-untyped-call]

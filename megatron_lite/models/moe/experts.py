@@ -12,7 +12,7 @@ from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
 
 
 class ExpertMatrix(nn.Module):
@@ -20,7 +20,11 @@ class ExpertMatrix(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
+        self.adapter: nn.Module | None = None
         self.weight = nn.Parameter(torch.empty(out, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return adapted(F.linear(x, self.weight), self.adapter, x)
 
 
 class Expert(nn.Module):
@@ -35,8 +39,9 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """x [rows, hidden], weights [rows, 1], which multiply the activation, as in Megatron: so no output has to be kept."""
-        inner = activate(F.linear(x, self.linear_fc1.weight), self.activation, gated=self.gated)
-        return F.linear(inner * weights, self.linear_fc2.weight)
+        inner = activate(self.linear_fc1(x), self.activation, gated=self.gated)
+        made: Tensor = self.linear_fc2(inner * weights)
+        return made
 
 
 class Experts(nn.Module):
