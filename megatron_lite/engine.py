@@ -13,6 +13,7 @@ from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.chunk import Counted, ModelChunk
+from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, tokens_by_layer
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass, Passes
@@ -22,7 +23,7 @@ from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.kinds import declared
+from megatron_lite.parallel.kinds import Kind, declared
 from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos, replace_parameter
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
@@ -83,21 +84,39 @@ class Engine:
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
+        self.adapters: list[list[ParameterInfo]] = []
+        """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
                 module = ModelChunk(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
-            infos = parameter_infos(kinds, config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
-            self.infos.append(list(infos))
+            infos = list(
+                parameter_infos(
+                    kinds,
+                    config,
+                    grid,
+                    index,
+                    chunk,
+                    plan.vocab_rows,
+                    sequence=ranks.sequence,
+                    frozen=options.lora is not None,
+                )
+            )
+            self.infos.append(infos)
+            with torch.device("meta"):
+                made = attach(module, infos, config, options.lora, ranks) if options.lora is not None else ()
+                self.adapters.append(list(made))
+        if options.lora is not None:
+            check_targets(config, self.adapters, options.lora.targets)
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
         self.scaler = LossScaler(fp16_scale)
-        for module, of_chunk in zip(self.chunks, self.infos, strict=True):
-            for info in of_chunk:
+        for module, of_chunk, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
+            for info in (*of_chunk, *adapters):
                 if optimizer is None or not info.trained:
-                    dtype = self.dtype if info.trained else torch.float32
+                    dtype = torch.float32 if info.kind is Kind.UNTRAINED else self.dtype
                     zeros = torch.zeros(info.native.shape, dtype=dtype, device=grid.device)
                     replace_parameter(module, info.name, nn.Parameter(zeros, requires_grad=False))
         if optimizer is not None:
@@ -109,9 +128,9 @@ class Engine:
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid = self.grid
-        for module, infos in zip(self.chunks, self.infos, strict=True):
+        for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             buckets = ChunkBuckets(
-                module, [info for info in infos if info.trained], self.dtype, grid.device, grid.group,
+                module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -173,7 +192,7 @@ class Engine:
         """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
         modules = (module for chunk in self.chunks for module in chunk.modules())
         routers = [module for module in modules if isinstance(module, Router) and module.expert_bias is not None]
-        if not routers or not self.options.balance.bias_rate:
+        if not routers or not self.options.balance.bias_rate or self.options.lora is not None:
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])
@@ -258,7 +277,8 @@ class Engine:
     def _training_pass(self, batch: Microbatch, share: float) -> Pass:
         if not torch.is_grad_enabled():
             return self._passes.make(batch, share=share)
-        drops = max(self.options.hidden_dropout, self.options.attention_dropout) > 0
+        lora = 0.0 if self.options.lora is None else self.options.lora.dropout
+        drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
         balance = Balance(share * batch.tokens.numel() / self.grid.cp)
         self._balances.append(balance)

@@ -109,14 +109,14 @@ def load(engine: Engine, start: Start) -> None:
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
             if slot == "master" and not any(tensors.values()):
                 continue  # an fp32 run's weights are its masters
-            flat.copy_(_read_range(native, slot, tensors, owned.start, owned.end))
+            flat.copy_(read_range(native, slot, tensors, owned.start, owned.end))
     engine.optimizer.weights_from_masters()
     if start.progress.engine is not None:
         fresh, found = engine.state(), start.progress.engine
         engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
 
 
-def _read_range(
+def read_range(
     native: NativeTensor, slot: str, tensors: Mapping[str, LazyTensor | None], start: int, end: int
 ) -> Tensor:
     """float32 [end - start]: elements of a rank's flattened tensor. Padding of the vocabulary is zero."""

@@ -63,10 +63,11 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden]."""
         rope, v_dim = self.latent.rope_dim, self.latent.v_dim
-        q = self._queries(x).unflatten(-1, (self.heads, -1))
+        q = self._queries(x)
+        q = q.view(*q.shape[:2], self.heads, -1)
         latent, rotating = self.linear_kv_down_proj(x).split((self.latent.kv_rank, rope), -1)
         k, v = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1)).split((self.nope, v_dim), -1)
-        rotating = comm.for_all_heads(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
+        rotating = comm.shared_over(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
         if run.rotary is not None:
             q_nope, q_rope = q.split((self.nope, rope), -1)
             q = torch.cat((q_nope, rotate(neighbours_apart(q_rope, rope), *run.rotary)), -1)

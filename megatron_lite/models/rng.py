@@ -15,6 +15,8 @@ from megatron_lite.parallel.tensor import TensorGroup
 
 ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING = range(4)
 """Places in a layer."""
+LORA = 1 << 16
+"""From here on those of adapters."""
 
 _MASK = (1 << 64) - 1
 

@@ -138,8 +138,8 @@ class _SumScattered(torch.autograd.Function):
         return gathered(grad, ctx.group), None
 
 
-class _ForAllHeads(torch.autograd.Function):
-    """x of all tokens, which each rank uses for its own heads; the gradient is the sum over them."""
+class _SharedOver(torch.autograd.Function):
+    """What is the same on all ranks, or (gather) their parts one after another; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, gather: bool) -> Tensor:
@@ -155,12 +155,12 @@ class _ForAllHeads(torch.autograd.Function):
         return grad, None, None
 
 
-def for_all_heads(x: Tensor, group: Group, *, gather: bool) -> Tensor:
-    """What every rank has, or (gather) has a part of along the first axis, as a whole for a share of the work on each."""
+def shared_over(x: Tensor, group: Group, *, gather: bool) -> Tensor:
+    """The opposite of sum_over: x, the same on all ranks, or (gather) their parts one after another, for each to use in its own way."""
     if group is None:
         return x
-    whole: Tensor = _ForAllHeads.apply(x, group, gather)  # type: ignore[no-untyped-call]
-    return whole
+    shared: Tensor = _SharedOver.apply(x, group, gather)  # type: ignore[no-untyped-call]
+    return shared
 
 
 def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:

@@ -33,6 +33,24 @@ CONTEXT = ("p2p", "all_gather", "a2a")
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Adapters beside frozen matrices, by peft's names."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("all-linear",)
+    """Ends of modules' paths, as transformers or Megatron core calls them; `all-linear`: those of all layers."""
+    dropout: float = 0.0
+    """Of what the adapters see."""
+    rslora: bool = False
+    """Divide alpha by the rank's square root."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How the forward and backward passes run."""
 
@@ -54,6 +72,8 @@ class ModelOptions:
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     balance: Balancing = Balancing()
+    lora: LoRA | None = None
+    """Nothing but adapters is trained; None: everything is."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234
