@@ -38,5 +38,5 @@ class Layer(nn.Module):
     def _drop(self, x: Tensor, run: Pass, place: int) -> Tensor:
         if run.seed is None or not self.dropout:
             return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks, run.context)
+        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks)
         return dropped
