@@ -19,6 +19,7 @@ commands:
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
+  evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
@@ -29,6 +30,7 @@ OTHERS = {
     "generate": "megatron_lite.inference.generating",
     "chat": "megatron_lite.inference.chatting",
     "score": "megatron_lite.inference.scoring",
+    "evaluate": "megatron_lite.inference.evaluation.command",
 }
 """Commands that train nothing -> the module whose main(words) returns the exit status."""
 

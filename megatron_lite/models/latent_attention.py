@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         k, v = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1)).split((self.nope, v_dim), -1)
         rotating = comm.shared_over(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
         if run.rotary is not None:
-            q_nope, q_rope = q.split((self.nope, rope), -1)
+            q_nope, q_rope = torch.split(q, [self.nope, rope], -1)
             q = torch.cat((q_nope, rotate(neighbours_apart(q_rope, rope), *run.rotary)), -1)
             rotating = rotate(neighbours_apart(rotating, rope), *run.rotary)
         k = torch.cat((k, rotating.expand(*k.shape[:3], rope)), -1)
