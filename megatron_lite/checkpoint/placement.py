@@ -117,7 +117,7 @@ def _key(name: str, chunk: Chunk, layers: int | None) -> tuple[str, tuple[tuple[
     """(without the number of an expert; the layer's, of how many). layers: None where they aren't stacked, but named."""
     match = _LAYER.fullmatch(name)
     if match is None:
-        return name, ()
+        return _EXPERT.sub(r"\1.experts\3", name), ()
     layer, inner = chunk.first_layer + int(match[2]), _EXPERT.sub(r"\1.experts\3", match[3])
     return (match[1] + inner, ((layer, layers),)) if layers else (f"{match[1]}.{layer}{inner}", ())
 

@@ -46,6 +46,8 @@ class ModelOptions:
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     balance: Balancing = Balancing()
+    mtp_loss_scale: float = 0.1
+    """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234
