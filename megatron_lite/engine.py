@@ -344,6 +344,8 @@ class _LossSum:
     def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
         """As a chunk computed them; total comes back."""
         for row, name in enumerate(self.names):
+            if name not in found:
+                continue
             losses, weights = found[name]
             self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
             self.sums[row, 1] += weights.sum(dtype=torch.float64)
@@ -354,3 +356,4 @@ def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
     """The modules before which parameters have to be there."""
     yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
     yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
+    yield from chunk.mtp.layers if chunk.mtp is not None else ()

@@ -74,6 +74,8 @@ class ModelOptions:
     balance: Balancing = Balancing()
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
+    mtp_loss_scale: float = 0.1
+    """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234

@@ -37,20 +37,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+    },
     "GptOss": {"num_local_experts": 4, "sliding_window": 5},
 }
 """Dense layers here and there, and a dense one first; the latter's routers have biases, which no gradient moves."""
 
 
 @pytest.fixture(
-    params=[pytest.param("Qwen3Moe", marks=pytest.mark.slow), "Glm4Moe", pytest.param("GptOss", marks=pytest.mark.slow)]
+    params=[
+        pytest.param("Qwen3Moe", marks=pytest.mark.slow),
+        "Glm4Moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GptOss", "DeepseekV3")),
+    ]
 )
 def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A directory with `hf` in it."""
     import transformers
 
     torch.manual_seed(5)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES, **MODELS[request.param])
+    config = getattr(transformers, f"{request.param}Config")(**{**SIZES, **MODELS[request.param]})
     getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
     return tmp_path
 
