@@ -31,6 +31,10 @@ _STACKS = ("encoder.layers.", "decoder.layers.")
 """How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""
 
 
+_MTP_LAYER = re.compile(r"((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
+"""As releases after core 0.16 have it; before, and in distributed checkpoints, it is transformer_layer."""
+
+
 class RankId(NamedTuple):
     """Which file: tensor, pipeline and expert rank."""
 
@@ -228,7 +232,7 @@ def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[
     for name, value in model:
         if not isinstance(name, str):
             raise CorruptCheckpoint(f"{path}: {name!r} is not the name of a parameter")
-        bare = name.removeprefix("module.")
+        bare = _MTP_LAYER.sub(r"\1transformer_layer.", name.removeprefix("module."))
         if bare.endswith(EXTRA_STATE):
             if sum(getattr(value, "shape", ())):
                 _log.warning("%s: %s holds FP8 scales, which are left out", path, bare)
