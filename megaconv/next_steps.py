@@ -41,8 +41,7 @@ DIRECTORIES = (
     Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
     Kind(
         ("*.nemo",),
-        "holds a NeMo 1 archive ({name}), which can't be read as it is; unpack it (tar xf), and give the directory that comes "
-        "out, or export it with NeMo",
+        "holds a NeMo 1 archive ({name}): give that file, and --config with the Hugging Face directory of the model",
     ),
     Kind(
         ("zero_to_fp32.py", "global_step*", "zero_pp_rank_*", "*_optim_states.pt"),
@@ -55,7 +54,7 @@ DIRECTORIES = (
         "directory of the model",
     ),
     Kind(
-        ("model_weights", "model_weights.ckpt"),
+        ("model_weights",),
         "is a NeMo 1 checkpoint ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
     ),
     Kind(
@@ -101,11 +100,6 @@ REMAINS = (
 """Said only where no checkpoint lies below."""
 FILES = (
     Kind(("*.gguf",), "is a GGUF file, which can't be read; convert the model's Hugging Face directory"),
-    Kind(
-        ("*.nemo",),
-        "is a NeMo 1 archive, which can't be read as it is; unpack it (tar xf), and give the directory that comes out, or "
-        "export it with NeMo",
-    ),
     Kind(
         ("*.tar", "*.tar.gz", "*.tgz", "*.zip", "*.tar.zst", "*.7z"),
         "is an archive; unpack it and give the directory that comes out",
