@@ -38,7 +38,10 @@ DIRECTORIES = (
         "is an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE ADAPTER`, or `megaconv convert "
         "--load-dir BASE --adapter ADAPTER`, merges it into its base; --loader peft translates it for Megatron-Bridge",
     ),
-    Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
+    Kind(
+        ("*.gguf",),
+        "holds a GGUF file ({name}): give that file, and --config with the Hugging Face directory of the model",
+    ),
     Kind(
         ("*.nemo",),
         "holds a NeMo 1 archive ({name}): give that file, and --config with the Hugging Face directory of the model",
@@ -99,7 +102,7 @@ REMAINS = (
 )
 """Said only where no checkpoint lies below."""
 FILES = (
-    Kind(("*.gguf",), "is a GGUF file, which can't be read; convert the model's Hugging Face directory"),
+    Kind(("*.gguf",), "is called a GGUF file and doesn't begin as one; copy it again"),
     Kind(
         ("*.tar", "*.tar.gz", "*.tgz", "*.zip", "*.tar.zst", "*.7z"),
         "is an archive; unpack it and give the directory that comes out",

@@ -19,7 +19,20 @@ from megaconv.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from megaconv.engine.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "nemo", "dcp", "deepspeed", "fsdp", "orbax", "hf", "llama_mistral", "mixtral_hf", "peft")
+LOADERS = (
+    "core",
+    "legacy",
+    "nemo",
+    "dcp",
+    "deepspeed",
+    "fsdp",
+    "orbax",
+    "gguf",
+    "hf",
+    "llama_mistral",
+    "mixtral_hf",
+    "peft",
+)
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
