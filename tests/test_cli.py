@@ -666,3 +666,10 @@ def test_quiet_shows_no_progress(command: str, tmp_path: Path, monkeypatch: pyte
     quiet = run(*words, "--quiet")
     assert (quiet.status, quiet.err) == (0, "")
     assert " left" in run(*words, *(["--overwrite"] if words[0] == "convert" else [])).err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("formats", "demo")])
+def test_a_command_without_arguments_says_what_is_missing(command: str) -> None:
+    outcome = run(command)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "issing" in outcome.err
