@@ -47,6 +47,8 @@ class Snapshot:
     objects: Mapping[str, bytes] | None = None
     rank_file: tuple[str, Mapping[str, Any]] | None = None
     """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+    files: Mapping[str, bytes] | None = None
+    """Of a run that trains adapters, by name; on rank 0."""
 
     def copied(self) -> "Snapshot":
         """With tensors that training won't change, in main memory."""

@@ -91,6 +91,13 @@ def parameter_infos(
         )
 
 
+def adapter_info(chunk: int, native: NativeTensor, kind: Kind, tp: int, *, sequence: bool) -> ParameterInfo:
+    """Of a matrix that is no part of the model's table, but is trained beside one that is."""
+    return ParameterInfo(
+        chunk, native, kind, partial=is_partial(kind, tp, sequence=sequence), tied=False, is_copy=False
+    )  # fmt: skip
+
+
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
     """Whether the gradient of a parameter of this kind is only its rank's share. sequence: with sequence parallelism."""
     return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))
