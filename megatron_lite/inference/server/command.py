@@ -64,6 +64,7 @@ def _main(given: argparse.Namespace) -> None:
 
 
 def _key(given: argparse.Namespace) -> str | None:
+    key: str | None
     if given.api_key_file:
         try:
             with open(given.api_key_file, encoding="utf-8") as file:  # noqa: PTH123  # its first line alone
@@ -94,6 +95,7 @@ def _serve(opened: Opened, given: argparse.Namespace, key: str | None) -> None:
         timeout_graceful_shutdown=max(1, int(given.shutdown_timeout)),
     )  # fmt: skip
     socket = config.bind_socket()
+    socket.listen(config.backlog)  # whoever reads the next line can connect
     host, port = socket.getsockname()[:2]
     print(
         f"serving {server.name} at http://{host}:{port}, {opened.model.slots} slots of {opened.model.length} tokens",

@@ -108,9 +108,7 @@ def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) ->
 
 def _without_beams(fields: Fields) -> None:
     """What Megatron reads and never heeds in a beam search."""
-    fields.only(
-        dict.fromkeys(("top_k", "top_p", "top_p_decay", "top_p_bound", "logprobs", "random_seed"), (0, False))
-    )
+    fields.only(dict.fromkeys(("top_k", "top_p", "top_p_decay", "top_p_bound", "logprobs", "random_seed"), (0, False)))
     fields.only({"temperature": (1,)})
     fields.only(dict.fromkeys(("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon"), (False,)))
     fields.finish()

@@ -76,10 +76,13 @@ class Worker:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
+        def answer(found: T) -> None:
+            if not future.cancelled():
+                future.set_result(found)
+
         def command() -> None:
             if not future.cancelled():
-                found = function(self.model)
-                loop.call_soon_threadsafe(lambda: future.cancelled() or future.set_result(found))
+                loop.call_soon_threadsafe(answer, function(self.model))
             self._give_back(1)
 
         enqueue(command)
