@@ -36,7 +36,7 @@ DIRECTORIES = (
     Kind(
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
         "is an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE ADAPTER`, or `megaconv convert "
-        "--load-dir BASE --adapter ADAPTER`, merges it into its base",
+        "--load-dir BASE --adapter ADAPTER`, merges it into its base; --loader peft translates it for Megatron-Bridge",
     ),
     Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
     Kind(

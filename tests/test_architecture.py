@@ -23,7 +23,7 @@ MAY_IMPORT = {
 
 ROOMS = {
     "megaconv": (
-        ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.checkpoint"),
+        ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.called", "megaconv.checkpoint"),
         ("megaconv.commands.cli",),
         ("megaconv.commands",),
         ("megaconv.megatron.distributed",),

@@ -177,7 +177,7 @@ def _join(name: str, shards: list[_Shard], groups: int, row: Row, spelling: Sepa
     inner, axis = shards[0].inner, _axis(row, spelling)
     is_vector = " " not in row.shapes[0]
     rows = sum(shard.box.rows for shard in shards) // prod(inner)
-    shape = (rows, *inner, *(() if is_vector else (shards[0].box.cols,)))
+    shape = (rows, *inner, *(() if is_vector else (shards[0].box.cols,))) if row.shapes[0] else ()
     return NativeTensor(name, parts, shape, axis is None, axis, of_experts=row.of_experts, padding_rows=padding)
 
 

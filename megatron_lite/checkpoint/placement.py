@@ -49,10 +49,6 @@ class Place:
     whole: Shape
     """Without those axes."""
     runs: tuple[Run, ...]
-    replicated: bool
-    """Every tensor rank holds it."""
-    is_copy: bool
-    """It is a second copy."""
     native: NativeTensor
 
     @property
@@ -109,8 +105,6 @@ def places(
             native.shape,
             entire.shape,
             runs,
-            native.replicated,
-            native.copy is not None,
             native,
         )
     return found

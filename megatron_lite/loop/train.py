@@ -60,8 +60,7 @@ class Run:
     """The iteration of the last save."""
 
     def say(self, text: str) -> None:
-        if self.place.rank == 0:
-            print(text, flush=True)
+        self.place.say(text)
 
     @property
     def feeder(self) -> Feeder:

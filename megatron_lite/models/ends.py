@@ -36,7 +36,7 @@ class Embedding(nn.Module):
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
         if run.seed is None or not self.dropout:
             return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks)
+        dropped: Tensor = run.seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks, run.context)
         return dropped
 
 

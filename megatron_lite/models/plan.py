@@ -41,12 +41,14 @@ class Plan:
         return recompute.make_again if self.options.recompute.granularity == "selective" else recompute.keep
 
 
-TRAINED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+TRAINED = (
+    "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
+    "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2",
+)  # fmt: skip
 """Families that this decoder is, by configuration."""
 NOT_COMPUTED = {
-    "interleaved": "rotary positions of neighbouring elements",
-    "skips_rope": "layers whose q and k don't rotate",
-    "relu2": "squared ReLU",
+    "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
@@ -57,10 +59,6 @@ NOT_COMPUTED = {
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
     "two_ropes": "another base of rope in layers with a window",
-    "sinks": "attention sinks",
-    "clamped": "a clamped activation",
-    "sigmoid_router": "a router of sigmoids",
-    "router_bias": "a router with a bias",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
 
@@ -78,6 +76,8 @@ def make_plan(
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
+    if config.mtp_layers:
+        raise NotExpressible("the model has layers that predict further tokens, which can't be trained yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(layout, ranks, options)

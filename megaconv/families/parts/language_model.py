@@ -94,12 +94,16 @@ def _of_text(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if set(kept) <= {"type", "rope_type"} and set(kept.values()) <= {"default"} else kept
 
 
-def inner_names(names: Collection[str]) -> dict[str, str]:
-    """Those of the language model's tensors -> what they are called in a model by itself. All others are of what is beside it."""
-    inside = next(
+def place_inside(names: Collection[str]) -> tuple[str, str]:
+    """How names of the language model's tensors begin in a model by itself, and here."""
+    return next(
         (place for place in INSIDE[1:] if any(name.startswith(place[1]) for name in names)), ("model.", "model.")
     )
-    begin, longer = inside
+
+
+def inner_names(names: Collection[str]) -> dict[str, str]:
+    """Those of the language model's tensors -> what they are called in a model by itself. All others are of what is beside it."""
+    begin, longer = place_inside(names)
     found = {name: begin + name[len(longer) :] for name in names if name.startswith(longer)}
     return found | {name: name for name in names if name.startswith("lm_head.")}
 

@@ -21,6 +21,7 @@ from math import prod
 from formats.chunked import ChunkedTensor, joined
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Shape
+from megaconv.megatron.states.whole_names import LANGUAGE_MODEL, apart
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 
@@ -46,11 +47,15 @@ _MOST_STACKED = 1 << 16
 _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
-def model_tensors(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """The weights alone, without the prefix (`module.`, `model.` ...) that frameworks around Megatron put before names."""
+def model_tensors(tensors: Mapping[str, ChunkedTensor]) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
+    """(the weights alone, those beside the language model in a model that sees or hears), by the names that Megatron has.
+
+    Frameworks around Megatron put a prefix (`module.`, `model.` ...) before them.
+    """
     names = [name for name in tensors if not _NOT_MODEL.match(name)]
     prefix = next((found[1] for name in names if (found := _PREFIX.fullmatch(name))), "")
-    return {name.removeprefix(prefix): tensors[name] for name in names}
+    outer = prefix.removesuffix(LANGUAGE_MODEL)
+    return apart({name.removeprefix(outer): tensors[name] for name in names})
 
 
 def has_optimizer(names: Collection[str]) -> bool:

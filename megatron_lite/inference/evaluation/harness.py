@@ -76,8 +76,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for first in range(0, len(requests), _ROWS):
             part = requests[first : first + _ROWS]
             rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in part]
-            for (_, _, continuation), row, scored in zip(part, rows, self.opened.model.score(rows), strict=True):
-                counted = slice(max(len(row) - 1 - len(continuation), 0), None)
+            for request, row, scored in zip(part, rows, self.opened.model.score(rows), strict=True):
+                counted = slice(max(len(row) - 1 - len(request[2]), 0), None)
                 found.append((float(scored.log_probs[counted].double().sum()), bool(scored.greedy[counted].all())))
         return found
 

@@ -64,17 +64,22 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
     whole = case.expected()
     base = whole["base"] | whole["runs"][case.run]["config"]
     shared = base.get("moe_shared_expert_intermediate_size", 0)
+    sigmoid = base.get("moe_router_score_function") == "sigmoid"
+    of_layers = base.get("moe_layer_freq", [1] * base["num_layers"])
     config = from_fields(
-        "qwen2_moe" if shared else "mixtral",
+        "glm4_moe" if sigmoid else "qwen2_moe" if shared else "mixtral",
         {
-            "layers.count": base["num_layers"], "layers.mlp": "experts", "hidden": base["hidden_size"],
+            "layers.count": base["num_layers"], "layers.mlp": tuple("experts" if one else "dense" for one in of_layers),
+            "hidden": base["hidden_size"],
             "attention.heads": base["num_attention_heads"], "attention.kv_heads": base["num_query_groups"],
             "attention.head_dim": base["hidden_size"] // base["num_attention_heads"], "mlp.ffn": base["ffn_hidden_size"],
             "vocab": base["vocab_size"], "max_positions": 32, "norm.epsilon": base["layernorm_epsilon"],
             "positions.theta": float(base["rotary_base"]), "experts.count": base["num_moe_experts"],
             "experts.per_token": base["moe_router_topk"], "experts.ffn": base["moe_ffn_hidden_size"],
             "experts.renormalize": not base.get("moe_router_pre_softmax", False), "experts.shared_ffn": shared,
-            "experts.shared_gate": bool(shared),
+            "experts.shared_gate": bool(shared) and not sigmoid, "experts.score": "sigmoid" if sigmoid else "softmax",
+            "experts.router_bias": sigmoid, "experts.scale": base.get("moe_router_topk_scaling_factor"),
+            "experts.groups": base.get("moe_router_num_groups"), "experts.group_topk": base.get("moe_router_group_topk"),
         },
     )  # fmt: skip
     kinds, coefficients = base["moe_router_load_balancing_type"], base.get("moe_aux_loss_coeff", 0.0)
@@ -82,7 +87,8 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
         kinds, coefficients = [kinds], [coefficients]
     dtype = {"fp32": "float32"}.get(base.get("moe_router_dtype", ""))
     losses = tuple(zip(kinds, coefficients, strict=True))
-    return config, Balancing(losses, base.get("moe_z_loss_coeff", 0.0), dtype)
+    rate = base.get("moe_router_bias_update_rate", 0.0)
+    return config, Balancing(losses, base.get("moe_z_loss_coeff", 0.0), rate, dtype)
 
 
 def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
@@ -92,6 +98,8 @@ def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
     found = {name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()}
     tensors = load_file(file)
     for native in native_tensors(rows, config, CORE_LOCAL, layout, 0, chunk, config.vocab):
+        if native.name.endswith("expert_bias") and native.name not in tensors:
+            continue  # it has no gradient
         whole = tensors[native.name].numpy().reshape(matrix_shape(native.shape))
         for name, regions in native.parts.items():
             matrix = found[name].reshape(matrix_shape(found[name].shape))
@@ -127,13 +135,18 @@ def own_batches(case: Mixture, engine: Engine, step: int) -> list[Microbatch]:
     return [Microbatch(batch[:, :-1], batch[:, 1:], index=index) for index, batch in own]
 
 
-def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[tuple[float, float]], dict[str, dict[int, float]]]:
-    """((loss, norm) of each step; balancing losses of the first, by name and layer)."""
+Figures = tuple[float, float, list[list[float]]]
+"""Of one step: loss, norm, and after it the experts' biases of this rank's routers that have them."""
+
+
+def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[Figures], dict[str, dict[int, float]]]:
+    """(figures of each step; balancing losses of the first, by name and layer)."""
     engine, training = make_engine(case), case.expected()["training"]
-    found, logged = [], dict[str, dict[int, float]]()
+    found, logged = list[Figures](), dict[str, dict[int, float]]()
     for step in range(steps):
         report = engine.train_step(own_batches(case, engine, step), training["lr"], training["weight_decay"])
-        found.append((report.loss, report.grad_norm))
+        biases = [tensor.tolist() for _, name, tensor in engine.parameters() if name.endswith("expert_bias")]
+        found.append((report.loss, report.grad_norm, biases))
         if not step:
             logged = engine.balancing_losses()
     engine.finish()
@@ -141,18 +154,21 @@ def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[tuple[float,
     return found, logged
 
 
-def compare(case: Mixture, found: list[tuple[float, float]]) -> None:
+def compare(case: Mixture, found: list[Figures]) -> None:
     answers = case.expected()["runs"][case.run]["answers"]["one process"]
-    for step, ((loss, norm), answer) in enumerate(zip(found, answers, strict=True)):
+    for step, ((loss, norm, biases), answer) in enumerate(zip(found, answers, strict=True)):
         assert loss == pytest.approx(answer["loss"], rel=1e-5), f"step {step}"
         assert norm == pytest.approx(answer["grad_norm"], rel=1e-5), f"step {step}"
+        for bias, expected in zip(biases, answer.get("expert_bias", []), strict=case.pp == 1):
+            assert bias == pytest.approx(expected, abs=1e-7), f"step {step}"
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Mixture(), Mixture(run="two_losses"), Mixture("qwen", "qwen"), Mixture(recompute="full"),
-        Mixture("qwen", "qwen", recompute="selective"),
+        Mixture("qwen", "qwen", recompute="selective"), Mixture("deepseek", "deepseek"),
+        Mixture("deepseek", "deepseek", recompute="full"),
     ],
     ids=str,
 )  # fmt: skip
@@ -162,12 +178,13 @@ def test_ten_steps_of_one_process_are_megatron_cores(case: Mixture) -> None:
 
 LAYOUTS = [
     Mixture(dp=2, ep=2), Mixture("qwen", "qwen", tp=2, ep=2), Mixture(tp=2, ep=1), Mixture(pp=2, dp=2, ep=2, distributed=True),
-    Mixture(run="two_losses", tp=2, dp=2, ep=4),
+    Mixture(run="two_losses", tp=2, dp=2, ep=4), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, distributed=True),
 ]  # fmt: skip
 MORE_LAYOUTS = [
     Mixture(dp=4, ep=4), Mixture(dp=4, ep=2), Mixture(dp=4, ep=2, distributed=True), Mixture("qwen", "qwen", tp=2, dp=2, ep=2),
     Mixture("qwen", "qwen", tp=2, pp=2, ep=2, distributed=True), Mixture("qwen", "qwen", dp=2, ep=2), Mixture(pp=2),
     Mixture(dp=2, ep=1), Mixture(tp=2, dp=2, ep=1, distributed=True), Mixture(dp=2, ep=2, recompute="full"),
+    Mixture("deepseek", "deepseek", dp=2, ep=2), Mixture("deepseek", "deepseek", pp=2, dp=2, ep=2),
 ]  # fmt: skip
 
 
@@ -187,7 +204,7 @@ def test_ten_steps_at_further_layouts(case: Mixture, world: World) -> None:
 
 def test_gradients_of_the_first_step_are_megatron_cores() -> None:
     """The mean over its microbatches, before clipping."""
-    for case in (Mixture(), Mixture("qwen", "qwen")):
+    for case in (Mixture(), Mixture("qwen", "qwen"), Mixture("deepseek", "deepseek")):
         engine = make_engine(case)
         assert engine.optimizer is not None
         report = engine.train_step(own_batches(case, engine, 0), lr=0.0)
