@@ -19,6 +19,7 @@ commands:
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
+  serve        A model behind OpenAI's routes and Megatron's PUT /api.
   evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
@@ -30,6 +31,7 @@ OTHERS = {
     "generate": "megatron_lite.inference.generating",
     "chat": "megatron_lite.inference.chatting",
     "score": "megatron_lite.inference.scoring",
+    "serve": "megatron_lite.inference.server.command",
     "evaluate": "megatron_lite.inference.evaluation.command",
 }
 """Commands that train nothing -> the module whose main(words) returns the exit status."""
