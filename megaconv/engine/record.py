@@ -172,7 +172,8 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     texts = all(isinstance(table, dict) and all(isinstance(text, str) for text in table.values()) for table in tables)
     if not isinstance(whole, str) or "tensors" not in given or not texts or not isinstance(version, str | None):
         raise CorruptCheckpoint(f"{file}: expected fingerprint and tensors, which megaconv writes there")
-    return Record(root, whole, *tables, saver=str(given.get("saver", ""))), version
+    tensors, shapes, files = tables
+    return Record(root, whole, tensors, shapes, files, saver=str(given.get("saver", ""))), version
 
 
 def source_of(record: Record) -> Mapping[str, Any]:
