@@ -15,6 +15,7 @@ commands:
   pretrain     {pretrain}
   finetune     {finetune}
   preprocess   Turn text into Megatron's indexed files.
+  models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
@@ -38,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from megatron_lite.data.preprocess import main as preprocess
 
         sys.exit(preprocess(words[1:]))
+    if command == "models":
+        from megatron_lite.models.table import table
+
+        print(table(), end="")
+        sys.exit(0)
     if command not in DESCRIPTIONS:
         _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, 'preprocess'))}")
     _train(command, words[1:])

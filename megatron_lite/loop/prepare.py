@@ -109,7 +109,8 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
-        balance=_balancing(settings.balance), vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+        balance=_balancing(settings.balance), mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
+        vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
 
 
@@ -139,6 +140,12 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
 def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> None:
     """Raises LayoutError for a checkpoint that couldn't be written, before there is anything to lose."""
     saving, files = settings.checkpointing, layout.etp * layout.ep
+    local = saving.ckpt_format == "torch" and saving.transformer_impl == "local"
+    if saving.save is not None and local and config.latent.kv_rank and layout.tp > 1:
+        raise LayoutError(
+            f"local layers of latent attention shard over tp = {layout.tp} what each rank has all of here, so that their rank files can't "
+            "be written; leave --transformer-impl out, or take torch_dist"
+        )
     if saving.save is not None and saving.ckpt_format == "torch" and config.experts.count and files < layout.tp:
         raise LayoutError(
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "

@@ -65,12 +65,12 @@ class LatentAttention(nn.Module):
         rope, v_dim = self.latent.rope_dim, self.latent.v_dim
         q = self._queries(x)
         q = q.view(*q.shape[:2], self.heads, -1)
-        latent, rotating = self.linear_kv_down_proj(x).split((self.latent.kv_rank, rope), -1)
+        latent, rotating = torch.split(self.linear_kv_down_proj(x), [self.latent.kv_rank, rope], -1)
         made: Tensor = self.linear_kv_up_proj(latent)
-        k, v = made.view(*made.shape[:2], self.heads, -1).split((self.nope, v_dim), -1)
+        k, v = torch.split(made.view(*made.shape[:2], self.heads, -1), [self.nope, v_dim], -1)
         rotating = comm.for_all_heads(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
         if run.rotary is not None:
-            q_nope, q_rope = q.split((self.nope, rope), -1)
+            q_nope, q_rope = torch.split(q, [self.nope, rope], -1)
             q = torch.cat((q_nope, rotate(neighbours_apart(q_rope, rope), *run.rotary)), -1)
             rotating = rotate(neighbours_apart(rotating, rope), *run.rotary)
         k = torch.cat((k, rotating.expand(*k.shape[:3], rope)), -1)

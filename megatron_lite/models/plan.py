@@ -7,8 +7,8 @@ from torch.distributed import ProcessGroup
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
-from megaconv.model.subjects import LayerKind
 from megaconv.model.sharding import rank_sizes
+from megaconv.model.subjects import LayerKind
 from megatron_lite.models import recompute
 from megatron_lite.parallel.tensor import Keep, TensorGroup
 from megatron_lite.settings.options import ModelOptions

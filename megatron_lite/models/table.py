@@ -1,0 +1,12 @@
+"""Which of megaconv's families can be trained, as a table for people: `megatron-lite models`."""
+
+from megaconv.families import families
+from megatron_lite.models.plan import TRAINED
+
+
+def table() -> str:
+    """Markdown, a line for each family of decoders and for those that can only be converted."""
+    lines = ["| family | architectures | trained |", "|---|---|---|"]
+    for name, family in sorted(families().items()):
+        lines.append(f"| {name} | {', '.join(family.architectures)} | {'yes' if name in TRAINED else 'no'} |")
+    return "\n".join(lines) + "\n"
