@@ -118,7 +118,10 @@ def _balancing(balance: Balance) -> Balancing:
     named = zip(balance.moe_router_load_balancing_type, balance.moe_aux_loss_coeff, strict=True)
     losses = tuple((name, coefficient) for name, coefficient in named if name != "none" and coefficient)
     dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
-    return Balancing(losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, dtype)
+    return Balancing(
+        losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, balance.moe_expert_capacity_factor,
+        balance.moe_token_drop_policy, dtype,
+    )  # fmt: skip
 
 
 def optimizer_options(settings: Settings) -> OptimizerOptions:

@@ -114,6 +114,13 @@ class Balance:
     moe_router_bias_update_rate: float = flag(
         1e-3, "how far a step moves a router's bias of each expert, where it has one; 0: not at all"
     )
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "of an even share of tokens, how many an expert takes; the others are dropped, by each tensor rank among its own (all)",
+    )
+    moe_token_drop_policy: str = flag(
+        "probs", "which it takes: those of the largest weights, or any", choices=("probs", "position")
+    )
     moe_router_dtype: str | None = flag(None, "in which routers compute (the model's)", choices=("fp32", "fp64"))
 
 
