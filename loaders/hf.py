@@ -11,7 +11,7 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import has_weights, read_directory, whole_model
 from megaconv.errors import UsageError
 from megaconv.families import Family, read_config
-from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families.parts.hf_config import load_config, quant_method, with_modelopt_file
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names
 from megaconv.families.parts.whole_model import split_whole
@@ -38,7 +38,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     weights, found = read_directory(path)
-    quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
+    beside_weights = path if (path / CONFIG_NAME).is_file() else directory
+    quantized = with_modelopt_file(load_config(beside_weights / CONFIG_NAME), path)
     found = dequantize(found, quantized, options.dtype, weights.name)
     left_out, carried = dict[str, int](), dict[str, LazyTensor]()
     if options.text_only:

@@ -30,6 +30,7 @@ OPTIONS = {
 }
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
+HOLDS_ADAPTER = True
 HOLDS_WHOLE = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
@@ -42,12 +43,16 @@ def uses(options: SaveOptions) -> tuple[str, ...]:
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
-    _check(options)
+    _check(header.config, options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
     if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
         options = replace(options, grouped_experts=True)  # Megatron core's stack of such layers has no others
     layout = choose_layout(header.config, header.layout, options)
+    if header.adapter is not None:
+        from megaconv.megatron.distributed.adapter_plan import plan_adapter
+
+        return plan_adapter(header, header.adapter, options, layout)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
 
@@ -106,7 +111,9 @@ def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> No
     rank_sizes(config, asked if has_layout else choose_layout(config, None, options), shares_heads=True)
 
 
-def _check(options: SaveOptions) -> None:
+def _check(config: ModelConfig, options: SaveOptions) -> None:
+    if options.grouped_experts and not config.experts.count:
+        raise UsageError("--moe-grouped-gemm: chooses nothing, since the model has no experts; leave it out")
     if options.transformer_impl not in TRANSFORMER_IMPLS:
         raise UsageError(
             f"transformer_impl {options.transformer_impl!r} is not known; choose one of {', '.join(TRANSFORMER_IMPLS)}"

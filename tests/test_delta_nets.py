@@ -16,7 +16,6 @@ from formats.tensor import LazyTensor, matrix_shape, read_tensor
 from megaconv.engine.shifted import add_exactly
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.ir import Key
-from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, read_rank_file
 from tests.optimizer_models import write_trained
@@ -26,7 +25,7 @@ from tests.transformers_oracle import compute, load
 
 REAL = FIXTURES / "hybrid-qwen3-next-tp2"
 """Megatron core 0.16.1's torch_dist of a Qwen3-Next on two tensor ranks, of its local layers; transformers' own in hf/."""
-PLAIN = LoadOptions(config=REAL / "hf", extra={"out_norm": "plain"})
+PLAIN: dict[str, Any] = {"config": REAL / "hf", "options": {"out_norm": "plain"}}
 NORM = "decoder.layers.0.self_attention.out_norm.weight"
 HF_NORM = "model.layers.0.linear_attn.norm.weight"
 
@@ -35,7 +34,7 @@ HF_NORM = "model.layers.0.linear_attn.norm.weight"
 
 
 def test_a_real_distributed_checkpoint_is_read_bit_for_bit() -> None:
-    assert megaconv.fingerprint(REAL, PLAIN).tensors == megaconv.fingerprint(REAL / "hf").tensors
+    assert megaconv.fingerprint(REAL, **PLAIN).tensors == megaconv.fingerprint(REAL / "hf").tensors
 
 
 def test_keys_and_chunks_are_those_that_megatron_writes(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Difference:
     max_abs: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff:
     """same: by tensors alone; config lists (field, in A, in B) where the configurations differ.
 
@@ -51,6 +51,9 @@ class Diff:
     """What was compared."""
     within: int = 0
     """Tensors whose values differ by no more than the tolerance."""
+
+    def __repr__(self) -> str:
+        return f"<Diff: {len(self.differences)} of {self.tensors} tensors differ, {len(self.config)} fields of the configuration>"
 
     def kinds(self) -> dict[str, int]:
         """How many differences there are of each kind of tensor and kind of difference: `layers.*.attn.q.weight, values`."""
@@ -97,7 +100,7 @@ def open_both(
 
     Of text alone one of them may be a language model by itself; UsageError where both are.
     """
-    places = [resolve(str(place), metadata_only=options.metadata_only) for place in (a, b)]
+    places = [resolve(place, metadata_only=options.metadata_only) for place in (a, b)]
     chosen = [registry.choose(place, name) for place, name in zip(places, loaders, strict=True)]
     takers = {f"loader {name} of {side}": found for side, (name, found) in zip("AB", chosen, strict=True)}
     extras = registry.share_options(options.extra, takers)
@@ -120,7 +123,7 @@ def _is_whole(place: Place, loader: str, options: LoadOptions) -> bool:
     return open_source(place, loader, looked)[1].header.config.whole is not None
 
 
-def source_checks(a: str, left: Source, b: str, right: Source) -> tuple[SourceCheck, SourceCheck]:
+def source_checks(a: str | Path, left: Source, b: str | Path, right: Source) -> tuple[SourceCheck, SourceCheck]:
     """What the records of two opened sources say. Raises CorruptCheckpoint where names or shapes are not as recorded."""
     return check_source(resolve(a), left.header.manifest), check_source(resolve(b), right.header.manifest)
 

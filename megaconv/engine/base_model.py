@@ -23,6 +23,7 @@ from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import INSIDE, put_inside
 from megaconv.families.parts.whole_model import whole_config_json
+from megaconv.hub import nothing_at
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel
     Raises UsageError where there is no model, CheckpointError for a damaged one.
     """
     directory = Path(directory)
+    if not directory.exists():
+        raise UsageError(f"--base {nothing_at(directory)}", code="no-such-input")
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
             f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"

@@ -71,7 +71,7 @@ def _convert(
     started = time.monotonic()
     refuse_place(save_dir)
     staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
-    place = resolve(str(load_dir))
+    place = resolve(load_dir)
     others = (options.load.config, options.save.base, *(Path(each.place) for each in options.adapters))
     refuse_loss(save_dir, place, others, RECORD_NAME)
     opened = OpenedFiles()

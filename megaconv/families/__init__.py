@@ -3,6 +3,7 @@
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -167,10 +168,19 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
             f"and Megatron core, the language model in it ({inside.architectures[0]}) from the former with --text-only"
         )
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
-    known = ", ".join(name for family in all_families().values() for name in family.architectures)
+    near = _nearest(asked)
     raise UnknownFamily(
-        f"{source}: architecture {asked} is not supported; supported: {known}. A family is one file: see docs/add-a-model.md"
+        f"{source}: architecture {asked} is not supported{near}; `megaconv formats` lists all that are, and "
+        "docs/add-a-model.md says how to add one"
     )
+
+
+def _nearest(asked: str) -> str:
+    """The supported architectures whose names are most like one that isn't, which may be a misspelling."""
+    # By what stands before ForCausalLM, which nearly all have.
+    known = {name.partition("For")[0]: name for family in all_families().values() for name in family.architectures}
+    found = [known[near] for near in get_close_matches(asked.partition("For")[0], known, n=3)]
+    return f" (names like it that are: {', '.join(found)})" if found else ""
 
 
 def _family_of(config: Mapping[str, Any]) -> Family | None:
