@@ -22,6 +22,7 @@ from megaconv.options import LoadOptions
 DESCRIPTION = (
     "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr; Megatron-Bridge, NeMo 2"
 )
+HAS_TEXT_ONLY = True
 OPTIONS = {
     "out_norm": "what a gated delta net's out_norm.weight is: `plain` (Megatron's local layers, transformers), or `zero_centered` "
     "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given",

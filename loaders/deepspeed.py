@@ -124,7 +124,13 @@ def _training(found: ZeroCheckpoint, family: Family, config: ModelConfig) -> Tra
         name: order.index(class_of(name, shapes[name], decoupled=False).decay) for name in own if name in shapes
     }
     optimizer = OptimizerState(f"DeepSpeed ZeRO {_stage(found)}", found.step, tuple(made.values()), group_of)
-    return replace(state, optimizer=optimizer, arguments={"optimizer": "adam"})
+    scheduler = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
+    return replace(state, optimizer=optimizer, scheduler=scheduler, arguments={"optimizer": "adam"})
+
+
+_SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
+"""What Megatron's scheduler keeps of a schedule, and DeepSpeed doesn't: a run overrides it, or ends at once, since None is no
+setting of its own."""
 
 
 def _decay(found: ZeroCheckpoint, *, decays: bool) -> float:

@@ -115,7 +115,9 @@ class Cause(NamedTuple):
 CODES = {
     "failed": Cause(1, "none of the causes below"),
     "system-error": Cause(1, "the operating system refused something: no permission, a broken disk"),
-    "hub-unreachable": Cause(1, "the Hugging Face Hub can't be reached, or a model isn't there"),
+    "hub-unreachable": Cause(
+        1, "the Hugging Face Hub can't be reached, or doesn't have or hand out the model that was asked for as hf://"
+    ),
     "hub-refused": Cause(1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
     "rank-lost": Cause(1, "one of several processes doesn't start, or ended without reporting an error"),
@@ -125,7 +127,7 @@ CODES = {
     "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),
     "unknown-loader": Cause(2, "no loader has the name that --loader gives"),
     "unknown-saver": Cause(2, "no saver has the name that --saver gives"),
-    "no-such-input": Cause(2, "nothing is at the input's path"),
+    "no-such-input": Cause(2, "nothing is at the input's path, nor a model of this name on the Hub"),
     "config-needed": Cause(2, "the input doesn't say what model it is: --config has to"),
     "no-optimizer": Cause(
         2, "--optimizer is given, and the input has no optimizer state or the output no place for it"

@@ -59,12 +59,15 @@ def scheme_of(uri: str) -> str:
     return match[1].lower() if match else ""
 
 
-def resolve(place: str, *, metadata_only: bool = False) -> Place:
+def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
     """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Other URIs stay as they are.
 
-    metadata_only: of safetensors files read the headers alone (`megaconv/hub_headers.py`); the path is good until the process
-    ends. Each call asks which commit the revision is: resolve a place once, and hand on the path. Raises CheckpointError.
+    A Path is always a path, whatever it looks like. metadata_only: of safetensors files read the headers alone
+    (`megaconv/hub_headers.py`); the path is good until the process ends. Each call asks which commit the revision is: resolve
+    a place once, and hand on the path. Raises CheckpointError.
     """
+    if isinstance(place, Path):
+        return _in_cache(place)
     if not place:
         raise UsageError("the path to read is empty; is a variable unset that it was made of?")
     place = _of_page(place)
@@ -78,6 +81,12 @@ def resolve(place: str, *, metadata_only: bool = False) -> Place:
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _fetch(place, name, revision or None, metadata_only)
+
+
+def nothing_at(path: Path) -> UsageError:
+    """The error for a path where nothing is, which says where a relative one was looked for."""
+    where = "" if path.is_absolute() else f" (looked for {path.absolute()})"
+    return UsageError(f"{path}: no such file or directory{where}", code="no-such-input")
 
 
 def _of_page(place: str) -> str:
@@ -134,7 +143,6 @@ def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> 
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    both = "" if place.startswith(_SCHEME) else f"there is no path {place!r} here, and "
     try:
         # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
         found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
@@ -155,10 +163,15 @@ def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> 
             )
             return cached
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
-            raise CheckpointError(
-                f"{place}: {both}the model can't be fetched from the Hugging Face Hub: {reason}",
-                code="hub-unreachable",
-            ) from error
+            raise _not_found(place, reason, restricted=hub_headers.status_of(error) == 403) from error
+
+
+def _not_found(place: str, reason: str, *, restricted: bool) -> CheckpointError:
+    """restricted: whether the Hub has it, but not for whoever asks. What doesn't say hf:// may be a mistyped path as well."""
+    fetched = f"can't be fetched from the Hugging Face Hub: {reason}"
+    if place.startswith(_SCHEME) or restricted:
+        return CheckpointError(f"{place}: the model {fetched}", code="hub-unreachable")
+    return UsageError(f"{nothing_at(Path(place))}; and a model of this name {fetched}", code="no-such-input")
 
 
 def _headers(place: str, name: str, commit: str, files: Sequence[str], skip: Sequence[str]) -> Path | None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
 from megaconv.model.layout import LayerSplit
@@ -68,28 +68,42 @@ class SaveOptions:
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """What the saver alone knows, by the keys that its OPTIONS lists."""
+    given: tuple[str, ...] = ()
+    """Of the fields above that have a default, those that somebody gave, though it may be the default's own value."""
 
 
 LAYOUT_OPTIONS = ("tp", "pp", "vpp", "split", "vocab_divisor", "vocab_padding", "distributed_optimizer", "release")
 """Fields of SaveOptions that decide how an output of Megatron's is sharded and saved."""
+
+_WITH_DEFAULT = ("transformer_impl", "vocab_padding", "max_shard_bytes", "ckpt_format")
+
+
+def save_options(**choices: Any) -> SaveOptions:
+    """Of what somebody chose, by field; None for a field that has a default: nobody did."""
+    given = tuple(name for name in _WITH_DEFAULT if choices.get(name) is not None)
+    kept = {name: value for name, value in choices.items() if name not in _WITH_DEFAULT or name in given}
+    return SaveOptions(**kept, given=given)
+
 
 _SPELLED = {
     "split": "a layer split", "grouped_experts": "--moe-grouped-gemm", "vocab_divisor": "--make-vocab-size-divisible-by",
     "distributed_optimizer": "--use-distributed-optimizer", "max_shard_bytes": "--max-shard-size", "files": "--dist-files",
 }  # fmt: skip
 """Fields whose option is called otherwise."""
-_FOR_ALL = ("allow_lossy", "extra")
+_FOR_ALL = ("allow_lossy", "extra", "given")
 
 
 def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> None:
     """Raises UsageError for an option that chooses nothing for this output: whoever gave it expects something else.
 
-    used: fields of SaveOptions that the saver reads. A default is nobody's choice, a parallel size of 1 is what there is anyway.
+    used: fields of SaveOptions that the saver reads. A default is nobody's choice unless it was given, a parallel size of 1
+    is what there is anyway.
     """
     for each in fields(options):
         value, unset = getattr(options, each.name), getattr(SaveOptions(), each.name)
         sizes_of_one = each.name in ("tp", "pp", "vpp", "ep", "etp") and value == 1
-        if each.name not in (*used, *_FOR_ALL) and value != unset and not sizes_of_one:
+        chosen = value != unset or each.name in options.given
+        if each.name not in (*used, *_FOR_ALL) and chosen and not sizes_of_one:
             option = _SPELLED.get(each.name, f"--{each.name.replace('_', '-')}")
             what = "" if each.name in ("split", "release") or isinstance(value, bool) else f" {value}"
             raise UsageError(f"{option}{what}: chooses nothing for an output of --saver {saver}; leave it out")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megaconv import plugins
 from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.hub import Place, scheme_of
+from megaconv.hub import Place, nothing_at, scheme_of
 from megaconv.model.ir import Header, Source
 from megaconv.next_steps import explain
 from megaconv.options import LoadOptions, SaveOptions
@@ -62,13 +62,13 @@ class Loader(Protocol):
 class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
-    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_SHIFTED = True gets tensors as their
-    source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)` gets each
-    tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS gets
-    what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
+    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_ADAPTER = True adapters (`Header.adapter`),
+    others whole models alone; one with HOLDS_WHOLE = True all of a model that sees or hears; one with HOLDS_SHIFTED = True gets
+    tensors as their source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)`
+    gets each tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS
+    gets what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
     raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
     (`engine/early_check.py`).
-    One with HOLDS_ADAPTER = True is given adapters too (`Header.adapter`), others whole models alone.
     One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 
@@ -115,7 +115,7 @@ def choose(place: Place, name: str | None) -> tuple[str, Loader]:
     """(name, loader) for an input: the one of this name, or else the one that recognises it. Raises UsageError, and
     what `detect` raises."""
     if isinstance(place, Path) and not place.exists():
-        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
+        raise nothing_at(place)
     if name is None:
         return detect(place)
     found = loader(name)

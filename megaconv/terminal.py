@@ -5,7 +5,9 @@ bytes that are no text at all.
 """
 
 import logging
+import shutil
 import sys
+import textwrap
 from typing import TextIO
 
 LONGEST = 4000
@@ -29,6 +31,24 @@ def show(text: object, file: TextIO | None = None) -> None:
     """Print one line; file: sys.stdout unless given."""
     file = file or sys.stdout
     print(one_line(text, file.encoding), file=file)
+
+
+def columns() -> int | None:
+    """The width of the terminal that stdout is; None where it is none, and lines may have any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def has_blocks() -> bool:
+    """Whether stdout can show block characters."""
+    return (sys.stdout.encoding or "").lower().startswith("utf")
+
+
+def folded(line: str, width: int | None, indent: int | None = None) -> list[str]:
+    """A line in pieces that fit a terminal, broken between words. indent: of all but the first; None: 4 more than the line's own."""
+    if width is None or len(line) <= width:
+        return [line]
+    indent = len(line) - len(line.lstrip()) + 4 if indent is None else indent
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def log_to_stderr(name: str) -> None:

@@ -1,7 +1,7 @@
 """One rank's share of a model in training: its chunks, gradients and optimizer, and what one step does with them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
@@ -11,15 +11,21 @@ from torch import Tensor, nn
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.chunk import ModelChunk
-from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models.cache import Cache
+from megatron_lite.models.chunk import Counted, ModelChunk
+from megatron_lite.models.lora.attached import attach, check_targets
+from megatron_lite.models.moe.balance import Balance, tokens_by_layer
+from megatron_lite.models.moe.router import Router
+from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.kinds import declared
-from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos
+from megatron_lite.parallel.kinds import Kind, declared
+from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
+from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
 from megatron_lite.parallel.tensor import TensorGroup
@@ -43,6 +49,8 @@ class StepReport:
     """The one that was used."""
     signals: tuple[float, ...]
     """The sums over all ranks of what was passed in."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Means of what else the model learns from, by name."""
 
     @property
     def empty(self) -> bool:
@@ -65,36 +73,67 @@ class Engine:
         self.step = 0
         """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
         self._balances: list[Balance] = []
-        """Of the last step's microbatches and chunks."""
+        """Of the last step's microbatches."""
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
+        self._loss_names = plan.losses
+        self._context = self._context_group()
+        self._passes = Passes(config, grid.device, self.dtype, self._context)
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
+        self.adapters: list[list[ParameterInfo]] = []
+        """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
                 module = ModelChunk(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
-            infos = parameter_infos(kinds, config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
-            self.infos.append(list(infos))
+            infos = list(
+                parameter_infos(
+                    kinds,
+                    config,
+                    grid,
+                    index,
+                    chunk,
+                    plan.vocab_rows,
+                    sequence=ranks.sequence,
+                    frozen=options.lora is not None,
+                )
+            )
+            self.infos.append(infos)
+            self.adapters.append([])
+            if options.lora is not None:
+                natives = [info.native for info in infos]
+                with torch.device("meta"):
+                    made = list(attach(module, natives, config, options.lora, ranks))
+                self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
+        if options.lora is not None:
+            check_targets(config, options.lora.targets, found=any(self.adapters))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
         self.scaler = LossScaler(fp16_scale)
-        if optimizer is None:
-            for module in self.chunks:
-                module.to(self.dtype).to_empty(device=grid.device).requires_grad_(False)
-        else:
+        for module, of_chunk, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
+            for info in (*of_chunk, *adapters):
+                if optimizer is None or not info.trained:
+                    dtype = torch.float32 if info.kind is Kind.UNTRAINED else self.dtype
+                    zeros = torch.zeros(info.native.shape, dtype=dtype, device=grid.device)
+                    replace_parameter(module, info.name, nn.Parameter(zeros, requires_grad=False))
+        if optimizer is not None:
             self._prepare_training(optimizer)
+
+    def _context_group(self) -> ContextGroup | None:
+        group = self.grid.group("cp")
+        return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid = self.grid
-        for module, infos in zip(self.chunks, self.infos, strict=True):
+        for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             buckets = ChunkBuckets(
-                module, infos, self.dtype, grid.device, grid.group,
+                module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -121,7 +160,7 @@ class Engine:
         # Every label's share of the mean, as if all of them counted; what doesn't count is made up for below.
         positions = self.grid.dp * sum(batch.tokens.numel() for batch in microbatches)
         scale = self.scaler.scale
-        losses = _LossSum(self.grid.device, scale / positions)
+        losses = _LossSum(self._loss_names, self.grid.device, scale / positions)
         self._balances.clear()
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
         completing = last_backward(actions)
@@ -134,18 +173,36 @@ class Engine:
             buckets.finish()
         sum_shares(optimizer.ranges(), self.grid)
         square = squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
-        loss_sum, tokens, square_sum, *summed = self._sum_over_world(losses, square, signals)
+        (loss, *others), (square_sum, *summed) = self._sum_over_world(losses, square, signals)
+        loss_sum, tokens = loss
         norm, factor = 0.0, 1.0
         if tokens:
             factor = positions / tokens / scale
             norm = sqrt(square_sum) * factor if isfinite(square_sum) else float("inf")
             self.scaler.update(overflow=not isfinite(norm))
+            self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             optimizer.step(lr, weight_decay)
         self.step += 1
-        return StepReport(loss_sum / max(tokens, 1.0), tokens, norm, skipped, scale, tuple(summed))
+        means = {
+            name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
+        }
+        return StepReport(loss_sum / (tokens or 1.0), tokens, norm, skipped, scale, tuple(summed), means)
+
+    def _move_expert_biases(self) -> None:
+        """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        routers = [module for module in modules if isinstance(module, Router) and module.expert_bias is not None]
+        if not routers or not self.options.balance.bias_rate or self.options.lora is not None:
+            return
+        found = tokens_by_layer(self._balances)
+        tokens = torch.stack([found[router.layer] for router in routers])
+        for axis in ("tp", "replicas"):
+            comm.all_reduce(tokens, self.grid.group(axis))
+        for router, counts in zip(routers, tokens, strict=True):
+            router.move_bias(counts)
 
     def balancing_losses(self) -> dict[str, dict[int, float]]:
         """Of the last step by name and layer, before coefficients: the mean over this rank's microbatches, its tokens' share."""
@@ -154,33 +211,47 @@ class Engine:
             for (name, layer), value in balance.logged.items():
                 layers = sums.setdefault(name, {})
                 layers[layer] = layers.get(layer, 0.0) + float(value)
-        microbatches = len(self._balances) // max(len(self.chunks), 1)
+        microbatches = len(self._balances)
         return {name: {layer: value / microbatches for layer, value in layers.items()} for name, layers in sums.items()}
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
         """(sum of losses, tokens that count), over all data-parallel ranks; the same on every rank."""
         layout = self.grid.layout
-        losses = _LossSum(self.grid.device, 1.0)
+        losses = _LossSum(self._loss_names, self.grid.device, 1.0)
         with torch.no_grad():
             self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        loss_sum, tokens, *_ = self._sum_over_world(losses, torch.zeros(()), ())
+        ((loss_sum, tokens), *_), _ = self._sum_over_world(losses, torch.zeros(()), ())
         return loss_sum, tokens
 
-    def logits(self, batch: Microbatch) -> Tensor | None:
-        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective."""
-        self.finish()  # the head is read without being called, so nothing else waits for it
-        found: list[Tensor] = []
+    def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
+        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
+        last = self.last_stage(batch, cache)
+        if last is None:
+            return None
+        chunk, hidden = last
+        with torch.no_grad():
+            own = chunk.logits((hidden,))
+        return own if self._context is None else self._context.whole(own, 1)
 
-        def forward(action: Action, x: Tensor | None) -> Tensor:
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
+        """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
+
+        cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
+        """
+        self.finish()  # the head is read without being called, so nothing else waits for it
+        run = self.make_pass(batch, cache=cache)
+        found: list[tuple[ModelChunk, Tensor]] = []
+
+        def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]
-            y: Tensor = chunk(x, batch, None)
+            given: Payload = chunk(taken, run)
             if chunk.is_last:
-                found.append(chunk.logits(y))
-            return y
+                found.append((chunk, given[0]))
+            return given
 
         layout = self.grid.layout
         with torch.no_grad():
-            Executor(self.grid, forward, self._shape(batch), self.dtype).run(forward_order(layout.pp, layout.vpp, 1))
+            Executor(self.grid, forward, self._arriving(batch)).run(forward_order(layout.pp, layout.vpp, 1))
         return found[0] if found else None
 
     def _run(
@@ -190,35 +261,56 @@ class Engine:
         losses: "_LossSum",
         before_backward: Any = lambda _: None,
     ) -> None:
-        drops = torch.is_grad_enabled() and max(self.options.hidden_dropout, self.options.attention_dropout) > 0
+        under_way: dict[int, Pass] = {}
 
-        def forward(action: Action, x: Tensor | None) -> Tensor:
-            chunk, batch = self.chunks[action.chunk], microbatches[action.microbatch]
-            seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
-            balance = Balance(losses.share * batch.tokens.numel()) if torch.is_grad_enabled() else None
-            if balance is not None:
-                self._balances.append(balance)
-            y: Tensor = chunk(x, batch, seed, balance)
-            return losses.add(chunk, y, batch) if chunk.is_last else y
+        def forward(action: Action, taken: Payload) -> Payload:
+            chunk, number = self.chunks[action.chunk], action.microbatch
+            if number not in under_way:
+                under_way[number] = self._training_pass(microbatches[number], losses.share)
+            run = under_way.pop(number) if action.chunk == len(self.chunks) - 1 else under_way[number]
+            given: Payload = chunk(taken, run)
+            return (losses.add(*chunk.loss(given, run)),) if chunk.is_last else given
 
-        Executor(self.grid, forward, self._shape(microbatches[0]), self.dtype).run(actions, before_backward)
+        Executor(self.grid, forward, self._arriving(microbatches[0])).run(actions, before_backward)
 
-    def _shape(self, batch: Microbatch) -> tuple[int, ...]:
-        """Of activations between stages."""
+    def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
+        """For chunks that are called one by one: without dropout, and without a part in a step."""
+        return self._passes.make(batch, share=1.0, cache=cache)
+
+    def _training_pass(self, batch: Microbatch, share: float) -> Pass:
+        if not torch.is_grad_enabled():
+            return self._passes.make(batch, share=share)
+        lora = 0.0 if self.options.lora is None else self.options.lora.dropout
+        drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
+        seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
+        balance = Balance(share * batch.tokens.numel() / self.grid.cp)
+        self._balances.append(balance)
+        return self._passes.make(batch, share=share, seed=seed, balance=balance)
+
+    def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
+        """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
-        shards = self.grid.layout.tp if self.options.sequence_parallel else 1
-        return length // shards, rows, self.config.hidden
+        own = length // self.grid.cp
 
-    def _sum_over_world(self, losses: "_LossSum", square: Tensor, signals: Sequence[float]) -> list[float]:
-        """[losses, tokens, squares, *signals] over all ranks: the one collective, and the one wait for a GPU, of a step."""
+        def wires(action: Action) -> Wires:
+            chunk = self.chunks[action.chunk]
+            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
+
+        return wires
+
+    def _sum_over_world(
+        self, losses: "_LossSum", square: Tensor, signals: Sequence[float]
+    ) -> tuple[list[list[float]], list[float]]:
+        """([sum, tokens] of each loss, [squares, *signals]) over all ranks: the one collective, and the one wait for a GPU, of a step."""
         counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
-        values = torch.stack(
-            [losses.losses * counts, losses.tokens * counts, square.to(self.grid.device, torch.float64)]
-            + [torch.tensor(float(signal), dtype=torch.float64, device=self.grid.device) for signal in signals]
+        values = torch.cat(
+            [losses.sums.flatten() * counts, square.to(self.grid.device, torch.float64).view(1)]
+            + [torch.tensor([float(signal)], dtype=torch.float64, device=self.grid.device) for signal in signals]
         )
         comm.all_reduce(values, self.grid.group("world"))
-        found: list[float] = values.tolist()
-        return found
+        sums = values[: losses.sums.numel()].view_as(losses.sums)
+        rest = values[losses.sums.numel() :]
+        return sums.tolist(), rest.tolist()
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
         """(chunk, name, local tensor) of every parameter of this rank; a tied copy is listed too."""
@@ -244,21 +336,22 @@ class Engine:
 
 
 class _LossSum:
-    """Losses and tokens of a step on the last stage, float64, on the device until the step's end."""
+    """Losses of a step on the last stage, on the device until the step's end."""
 
-    def __init__(self, device: torch.device, share: float) -> None:
-        """share: what each label's loss is multiplied with to go backward from."""
-        self.share = share
-        self.losses = torch.zeros((), dtype=torch.float64, device=device)
-        self.tokens = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, names: Sequence[str], device: torch.device, share: float) -> None:
+        """share: as Pass has it."""
+        self.names, self.share = names, share
+        self.sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+        """Of each loss (its sum, the tokens that count)."""
 
-    def add(self, chunk: ModelChunk, hidden: Tensor, batch: Microbatch) -> Tensor:
-        """What to go backward from."""
-        mask = batch.loss_mask
-        weights = torch.ones_like(batch.labels, dtype=torch.float32) if mask is None else mask.float()
-        total, losses = chunk.loss(hidden, batch.labels, weights * self.share)
-        self.losses += (losses * weights).sum(dtype=torch.float64)
-        self.tokens += weights.sum(dtype=torch.float64)
+    def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
+        """As a chunk computed them; total comes back."""
+        for row, name in enumerate(self.names):
+            if name not in found:
+                continue
+            losses, weights = found[name]
+            self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
+            self.sums[row, 1] += weights.sum(dtype=torch.float64)
         return total
 
 
@@ -266,3 +359,4 @@ def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
     """The modules before which parameters have to be there."""
     yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
     yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
+    yield from chunk.mtp.layers if chunk.mtp is not None else ()

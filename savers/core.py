@@ -7,6 +7,7 @@ from functools import partial
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
@@ -30,6 +31,7 @@ OPTIONS = {
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
 HOLDS_ADAPTER = True
+HOLDS_WHOLE = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
 
@@ -41,7 +43,7 @@ def uses(options: SaveOptions) -> tuple[str, ...]:
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
-    _check(options)
+    _check(header.config, options)
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
     if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
@@ -78,7 +80,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             header.config.embedding_scale,
         )
     table = family(header.config.family)
-    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config))
+    whole = whole_notices(header.config.whole)
+    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config), *whole)
     return replace(planned, notices=notices)
 
 
@@ -108,7 +111,9 @@ def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> No
     rank_sizes(config, asked if has_layout else choose_layout(config, None, options), shares_heads=True)
 
 
-def _check(options: SaveOptions) -> None:
+def _check(config: ModelConfig, options: SaveOptions) -> None:
+    if options.grouped_experts and not config.experts.count:
+        raise UsageError("--moe-grouped-gemm: chooses nothing, since the model has no experts; leave it out")
     if options.transformer_impl not in TRANSFORMER_IMPLS:
         raise UsageError(
             f"transformer_impl {options.transformer_impl!r} is not known; choose one of {', '.join(TRANSFORMER_IMPLS)}"

@@ -653,3 +653,23 @@ def test_the_package_runs_as_a_module(hf: Path) -> None:
         check=False,
     )
     assert (found.returncode, found.stdout) == (0, run("fingerprint", hf).out)
+
+
+@pytest.mark.parametrize(
+    "command", ["fingerprint {}", "verify {}", "diff {} {}", "inspect {} --stats", "convert {} {}-out --saver hf"]
+)
+def test_quiet_shows_no_progress(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaconv.commands.progress.LINE_SECONDS", 0.0)
+    model = tmp_path / "model"
+    megaconv.convert(write_llama(tmp_path / "source", layers=1), model, saver="hf")
+    words = command.replace("{}", str(model)).split()
+    quiet = run(*words, "--quiet")
+    assert (quiet.status, quiet.err) == (0, "")
+    assert " left" in run(*words, *(["--overwrite"] if words[0] == "convert" else [])).err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("formats", "demo")])
+def test_a_command_without_arguments_says_what_is_missing(command: str) -> None:
+    outcome = run(command)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "issing" in outcome.err

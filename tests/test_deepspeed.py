@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,35 @@ def test_parameters_that_are_not_trained_are_named_and_taken_from_the_module(
     assert outcome.status == 0, outcome
     assert "model.layers.0.self_attn.q_proj.weight" in caplog.text
     assert "optimizer state was left out" in outcome.err
+    shown = run("inspect", FROZEN / "checkpoint").out
+    assert "step 3, its state can't be converted" in shown
+
+
+def test_megatrons_scheduler_goes_on_from_the_samples_seen_with_settings_of_the_run(tmp_path: Path) -> None:
+    outcome = run("convert", "--load-dir", GROUPS / "checkpoint", "--saver", "core", "--save-dir", tmp_path / "core")
+    assert "--override-opt-param-scheduler" in outcome.err
+    run("convert", tmp_path / "core", tmp_path / "again", "--saver", "core", "--tp", 2)
+    for path in (tmp_path / "core", tmp_path / "again"):
+        (file, *_) = sorted(path.rglob("model_optim_rng.pt"))
+        kept = torch.load(file, weights_only=False)["opt_param_scheduler"]
+        scheduler(override=True).load_state_dict(kept)
+        with pytest.raises(AssertionError, match="do not match"):
+            scheduler(override=False).load_state_dict(kept)
+        resumed = scheduler(override=True)
+        resumed.load_state_dict(kept)
+        assert (resumed.num_steps, resumed.max_lr) == (6, 0.1)
+
+
+def scheduler(*, override: bool) -> Any:
+    """Megatron core's own."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # slowly
+
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0}], lr=0.1)
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=0.1, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=100, lr_decay_style="linear",
+        start_wd=0.0, end_wd=0.0, wd_incr_steps=100, wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=override,
+    )  # fmt: skip
 
 
 def broken(source: Path, target: Path) -> Path:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.tensor import ITEMSIZE
+from megaconv.commands.movement import Moved, Movement
 from megaconv.engine.rounding import numbers
 from tests.models import write_config, write_llama
 from tests.runs import assert_refused, run
@@ -83,6 +84,8 @@ def test_stats_say_which_layer_moved_how_far(model: Path) -> None:
     assert {name for name, layer in layers.items() if layer["relative"]} == {"layers.1"}
     shown = run("diff", model, other, "--stats").out
     assert any(line.startswith("layers.1 ") and "5.000e-01" in line for line in shown.splitlines())
+    moved = Movement((Moved("layers.1", 4, 4, 4.0, 1.0, 0.5),))
+    assert [list(moved.lines(blocks=blocks))[1][-1] for blocks in (True, False)] == ["█", "#"]
 
 
 def test_stats_compare_different_dtypes(model: Path) -> None:

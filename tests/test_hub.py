@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from megaconv.engine.conversion import fingerprint
+from megaconv.engine.preparation import open_source
+from megaconv.errors import UsageError
 from tests.models import write_llama
 from tests.runs import Outcome, assert_refused, finish, run, start
 
@@ -222,7 +224,8 @@ def test_a_model_that_the_hub_does_not_have_is_an_error_in_one_line(online: Hub,
 
 
 def test_a_name_that_is_neither_here_nor_there_is_told_so(online: Hub) -> None:
-    assert_refused(megaconv("inspect", "org/other"), 1, "there is no path 'org/other' here", "Hugging Face Hub")
+    looked_for = f"looked for {Path.cwd() / 'org/other'}"
+    assert_refused(megaconv("inspect", "org/other"), 2, "no such file or directory", looked_for, "Hugging Face Hub")
 
 
 @pytest.mark.parametrize("place", ["hf://", "hf://a/b/c", "hf://org/na me"])
@@ -236,8 +239,8 @@ def test_a_hub_that_is_not_there_is_told_within_seconds(
 ) -> None:
     prepare(monkeypatch, f"http://127.0.0.1:{closed_port()}", tmp_path)
     outcome = megaconv("inspect", place, seconds=15)
-    readings = ["there is no path 'org/name' here"] if place == "org/name" else []
-    assert_refused(outcome, 1, f"{place}: ", *readings, "Hugging Face Hub")
+    status, readings = (2, ["no such file or directory"]) if place == "org/name" else (1, [])
+    assert_refused(outcome, status, f"{place}: ", *readings, "Hugging Face Hub")
 
 
 def closed_port() -> int:
@@ -252,7 +255,7 @@ def test_a_hub_that_never_answers_is_told_within_seconds(tmp_path: Path, monkeyp
         prepare(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")
         outcome = megaconv("inspect", "org/name", seconds=15)
-    assert_refused(outcome, 1, "there is no path 'org/name' here", "Hugging Face Hub")
+    assert_refused(outcome, 2, "no such file or directory", "Hugging Face Hub")
 
 
 def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
@@ -269,7 +272,21 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
 
 def test_offline_mode_is_told(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert_refused(megaconv("inspect", "org/name"), 1, "there is no path 'org/name' here", "offline")
+    assert_refused(megaconv("inspect", "org/name"), 2, "no such file or directory", "offline")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "./nowhere", "some/nowhere", "a/b/nowhere"])
+def test_a_wrong_path_says_where_it_was_looked_for_whatever_it_looks_like(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert_refused(megaconv("inspect", place), 2, "no such file or directory", f"looked for {Path.cwd() / place}")
+
+
+def test_a_path_of_python_is_never_a_hub_id() -> None:
+    with pytest.raises(UsageError) as refused:
+        open_source(Path("org/name"))
+    assert (refused.value.code, "Hub" in str(refused.value)) == ("no-such-input", False)
 
 
 def test_a_page_that_is_no_models_is_refused() -> None:

@@ -9,12 +9,15 @@ import pytest
 from safetensors.torch import load_file
 
 from megaconv.api import inspect as inspected
+from megaconv.commands.views import stats
 from megaconv.commands.views.tree import Module
 from megaconv.commands.views.tree import tree as tree_of
+from megaconv.engine.statistics import Statistics
 from megaconv.families import family
 from megaconv.model.naming import CORE
 from megaconv.model.natives import RankTensors
 from megaconv.model.rank_share import rank_shares
+from megaconv.terminal import folded
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run
@@ -157,3 +160,17 @@ def test_the_picture_of_a_mixture_shares_out_its_experts() -> None:
 
 def test_a_layout_of_an_unknown_model_is_refused() -> None:
     assert_refused(run("inspect", GGUF, "--layout"), 2, "--layout", "GGUF")
+
+
+def test_lines_fit_a_terminal_that_is_narrow(tmp_path: Path) -> None:
+    values = Statistics(8, 0.5, 1.0, -2.5, 3.0, 1, 0, 0, (1,) * 32, 8)
+    found = {"layers.0.mlp.experts.0.down.weight": values}
+    wide, narrow = list(stats.lines(found)), list(stats.lines(found, columns=80))
+    assert (len(wide), max(map(len, wide)) > 80) == (2, True)
+    assert (len(narrow), max(map(len, narrow)) <= 80) == (3, True)
+    line = "    decoder.layers.0.self_attention.linear_qkv.weight rows 0-15  iter_0000005/mp_rank_00/model_optim_rng.pt at 10,816"
+    assert folded(line, None) == [line]
+    assert folded(line, 70) == [
+        "    decoder.layers.0.self_attention.linear_qkv.weight rows 0-15",
+        "        iter_0000005/mp_rank_00/model_optim_rng.pt at 10,816",
+    ]

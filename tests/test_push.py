@@ -57,7 +57,12 @@ def test_what_is_pushed_is_there_byte_by_byte_and_pushing_it_again_does_nothing(
     assert report["commit"] == hub.branches[NAME]["main"]
     there = hub.files(NAME)
     card = there.pop("README.md").decode()
-    assert there == contents(model) | {".gitattributes": there[".gitattributes"]}
+    record, ours = json.loads(there.pop("megaconv.json")), json.loads((model / "megaconv.json").read_text())
+    assert (record["source"]["path"], ours["source"]["path"]) == ("core", str(model.parent / "core"))
+    assert record | {"source": ours["source"]} == ours
+    assert there | {"megaconv.json": contents(model)["megaconv.json"]} == contents(model) | {
+        ".gitattributes": there[".gitattributes"]
+    }
     assert hub.visibility[NAME] == "private"
     metadata = yaml.safe_load(card.split("---")[1])
     assert (metadata["library_name"], "license" in metadata) == ("transformers", False)

@@ -134,7 +134,9 @@ def test_an_unknown_word_is_refused_with_the_known_ones(model: Path, options: st
     [
         "--saver hf --tp 2", "--saver hf --pp 2", "--saver hf --ep 2", "--saver hf --layer-split 2,2", "--saver hf --release",
         "--saver hf --ckpt-format torch_dist", "--saver hf --dist-files 3", "--saver hf --transformer-impl local",
-        "--saver hf --vocab-padding zero", "--saver hf --make-vocab-size-divisible-by 64", "--saver dcp --tp 2",
+        "--saver hf --vocab-padding zero", "--saver hf --vocab-padding repeat", "--saver hf --ckpt-format torch",
+        "--saver core --max-shard-size 5GB", "--saver hf --transformer-impl transformer_engine",
+        "--saver hf --make-vocab-size-divisible-by 64", "--saver dcp --tp 2",
         "--saver dcp --max-shard-size 1GB", "--saver llama_mistral --pp 2", "--saver legacy --moe-grouped-gemm",
         "--saver core --ckpt-format zarr --dist-files 2",
     ],
@@ -147,11 +149,21 @@ def test_an_option_that_chooses_nothing_for_the_output_is_refused(model: Path, o
 
 
 @pytest.mark.parametrize(
-    "options", ["--saver hf --tp 1 --pp 1", "--saver hf --ckpt-format torch", "--saver legacy --ep 1"]
+    "options", ["--saver hf --tp 1 --pp 1", "--saver core --ckpt-format torch", "--saver legacy --ep 1"]
 )
 def test_options_that_say_what_there_is_anyway_are_no_error(model: Path, options: str) -> None:
     saver, *words = options.split()[1:]
     assert convert(model, *words, "--dry-run", saver=saver).status == 0
+
+
+@pytest.mark.parametrize(
+    "option", ["--moe-grouped-gemm", "--use-distributed-optimizer", "--no-use-distributed-optimizer"]
+)
+def test_an_option_about_what_the_model_or_the_source_has_not_is_refused(model: Path, option: str) -> None:
+    with unchanged(model.parent):
+        assert_refused(
+            convert(model, option), 2, option.replace("--no-use", "--use"), "chooses nothing", "leave it out"
+        )
 
 
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:

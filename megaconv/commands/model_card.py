@@ -1,8 +1,10 @@
-"""The model card of a pushed model: README.md, whose first lines, between two `---`, are metadata in YAML.
+"""What a pushed model says of itself: its card (README.md, whose first lines, between two `---`, are metadata in YAML), its record.
 
 Only what is known goes in: licence, languages and data sets are those of the source's own card, and nobody's where it has none.
+Directories of this machine are called by their last name alone.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,10 +59,24 @@ def describe(directory: Path, repository: str, header: Header, record: Record | 
     return text.encode(), [] if "license" in metadata else unlicensed
 
 
+def published_record(content: bytes) -> bytes:
+    """A megaconv.json for others to see, who have no use for the paths of this machine."""
+    found = json.loads(content)
+    for each in (found.get("source"), *(found.get("adapters") or ())):
+        if isinstance(each, dict) and isinstance(each.get("path"), str) and _of_the_hub(each["path"]) is None:
+            each["path"] = Path(each["path"]).name
+    return (json.dumps(found, indent=1) + "\n").encode()
+
+
+def _of_the_hub(source: str) -> str | None:
+    """The Hub id of what a model was made of; None for a path."""
+    match = None if Path(source).exists() else _HUB_ID.fullmatch(source)
+    return match[1] if match else None
+
+
 def _ancestry(source: str, kept: Mapping[str, Any], adapters: list[str]) -> dict[str, Any]:
     """What the model was made of, where that is on the Hub."""
-    match = None if Path(source).exists() else _HUB_ID.fullmatch(source)
-    base = match[1] if match else kept.get("base_model")
+    base = _of_the_hub(source) or kept.get("base_model")
     return ({"base_model": base} if base else {}) | ({"base_model_relation": "finetune"} if base and adapters else {})
 
 

@@ -63,14 +63,14 @@ class Movement:
             "layers": {layer.name: layer.to_json() for layer in self.layers()},
         }
 
-    def lines(self) -> Iterator[str]:
-        """For people: a bar for each layer."""
+    def lines(self, *, blocks: bool = True) -> Iterator[str]:
+        """For people: a bar for each layer. blocks: whether the terminal can show block characters."""
         layers = self.layers()
         width = max((len(layer.name) for layer in layers), default=0)
         most = max((layer.relative for layer in layers if layer.relative != float("inf")), default=0.0) or 1.0
         yield f"{'moved':<{width}}  {'|A-B|/|A|':>10}  {'largest':>9}  changed"
         for layer in layers:
-            bar = "#" * round(30 * min(1.0, layer.relative / most))
+            bar = ("█" if blocks else "#") * round(30 * min(1.0, layer.relative / most))
             share = f"{100 * layer.changed / max(1, layer.elements):.1f}%"
             yield f"{layer.name:<{width}}  {layer.relative:>10.3e}  {layer.largest:>9.3g}  {share:>7}  {bar}".rstrip()
 

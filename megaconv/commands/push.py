@@ -24,13 +24,16 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from formats.ceilings import RECORD_BYTES
+from formats.regular_files import read_small
 from megaconv import registry
-from megaconv.commands.model_card import CARD, describe
+from megaconv.commands.model_card import CARD, describe, published_record
 from megaconv.engine.conversion import convert
 from megaconv.engine.preparation import ConvertOptions, open_source
-from megaconv.engine.record import check_source, find_record
+from megaconv.engine.record import RECORD_NAME, check_source, find_record
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.hub import nothing_at
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
@@ -72,7 +75,7 @@ class Hashes(NamedTuple):
     """git's own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PushReport:
     """What a push did, or, planned only, would do."""
 
@@ -85,6 +88,10 @@ class PushReport:
     changed: bool = True
     """Whether there was anything that the Hub didn't have."""
     notices: Sequence[str] = field(default_factory=tuple)
+
+    def __repr__(self) -> str:
+        done = "planned" if self.commit is None else f"commit {self.commit}"
+        return f"<PushReport: {self.repository}, {self.nbytes:,} bytes in {len(self.files)} files, {done}>"
 
     @property
     def nbytes(self) -> int:
@@ -136,6 +143,8 @@ def require_token(repository: str) -> None:
 
 def _kind(path: Path) -> str:
     """The loader of a finished model; `peft` for an adapter."""
+    if not path.exists():
+        raise nothing_at(path)
     if not path.is_dir():
         raise UsageError(f"{path}: is not a directory; push takes a finished output")
     if (path / _ADAPTER).is_file() and not (path / CONFIG_NAME).is_file():
@@ -152,6 +161,8 @@ def _push_files(path: Path, kind: str, repository: str, options: PushOptions, dr
         check_source(path, source.header.manifest)
         if options.card and CARD not in files:
             made[CARD], notices = describe(path, repository, source.header, find_record(path))
+        if RECORD_NAME in files and find_record(path) is not None:
+            made[RECORD_NAME] = published_record(read_small(files.pop(RECORD_NAME), RECORD_BYTES))
     hashes = {name: _hashes(file) for name, file in files.items()}
     if dry_run:
         hashes |= {name: _hashes_of(content) for name, content in made.items()}
@@ -241,8 +252,9 @@ def _commit(
     if options.revision is not None and not options.create_pr and not options.revision.startswith("refs/"):
         api.create_branch(repository, branch=options.revision, exist_ok=True)
     head = api.model_info(repository, revision=options.revision).sha
-    if made and api.get_paths_info(repository, list(made), revision=head):
-        made, notices = {}, []  # a card that is there already is somebody's own
+    if CARD in made and api.get_paths_info(repository, [CARD], revision=head):
+        # A card that is there already is somebody's own.
+        made, notices = {name: content for name, content in made.items() if name != CARD}, []
     contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()} | dict(made)
     hashes = dict(hashes) | {name: _hashes_of(content) for name, content in made.items()}
     commit = api.create_commit(

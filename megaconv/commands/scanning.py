@@ -18,7 +18,7 @@ from formats.pickle_scan import UNSAFE, Pickle, scan_file
 from formats.regular_files import read_json, regular_size
 from megaconv.engine.sidecars import leads_out
 from megaconv.errors import UsageError
-from megaconv.hub import resolve
+from megaconv.hub import nothing_at, resolve
 
 SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
 
@@ -42,7 +42,7 @@ class NamedGlobal:
     """`ordinary`, `named` (not known, and not called), `unsafe` (not known, and called)."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Scan:
     """What was found, in the order of the files."""
 
@@ -53,6 +53,10 @@ class Scan:
     """Files that would run code, or say that others do; links that lead out of the checkpoint."""
     faults: list[Finding] = field(default_factory=list)
     remarks: list[Finding] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        unsafe = len(self.unsafe) + len(self.code)
+        return f"<Scan: {self.path}, {self.files} files, {unsafe} unsafe, {len(self.faults)} faults>"
 
     @property
     def unsafe(self) -> list[NamedGlobal]:
@@ -80,9 +84,11 @@ class Scan:
 
 def scan(path: str | Path) -> Scan:
     """Look at every file of a checkpoint: a directory, a single file, or a Hub id. Raises CheckpointError where there is none."""
-    place = resolve(str(path))
-    if isinstance(place, str) or not place.exists():
-        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
+    place = resolve(path)
+    if isinstance(place, str):
+        raise UsageError(f"{place}: scan looks at files; expected a path or a Hub id")
+    if not place.exists():
+        raise nothing_at(place)
     found = Scan(str(path))
     for file in _files(place):
         found.files += 1

@@ -10,14 +10,15 @@ from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
-from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer, UsageError
-from megaconv.families import only_text_converts
-from megaconv.hub import Place, resolve
+from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
+from megaconv.families import sees_or_hears
+from megaconv.hub import Place, nothing_at, resolve
+from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What a checkpoint holds now, beside what was written."""
 
@@ -29,6 +30,10 @@ class Verification:
     """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only), or both shapes."""
     files: int = 0
     """Small files that were compared: configuration, tokenizer and the like."""
+
+    def __repr__(self) -> str:
+        what = "as written" if self.same else f"{len(self.differences)} differences"
+        return f"<Verification: {self.path}, {self.tensors} tensors and {self.files} other files, {what}>"
 
     @property
     def same(self) -> bool:
@@ -58,12 +63,13 @@ def verify(
     Raises CorruptCheckpoint where no fingerprints were recorded, ModelsDiffer where a changed file lets nothing be opened, and
     whatever opening the checkpoint raises.
     """
-    place = resolve(str(path))
+    place = resolve(path)
     record = _need_record(place)
     changed = record.changed_files()
-    if isinstance(place, Path) and only_text_converts(
-        place
-    ):  # then the record is of what was put back into the original
+    alone = not any(name.startswith(BESIDE) for name in record.tensors)
+    if (
+        isinstance(place, Path) and alone and sees_or_hears(place)
+    ):  # the record is of what was put back into the original
         options = replace(options or LoadOptions(), text_only=True)
     opened = OpenedFiles()
     with opened:
@@ -90,7 +96,7 @@ def _need_record(place: Place) -> Record:
             code="no-fingerprints",
         )
     if not place.exists():
-        raise UsageError(f"{place}: no such file or directory", code="no-such-input")
+        raise nothing_at(place)
     record = find_record(place)
     if record is not None and not record.is_comparable:
         raise CorruptCheckpoint(

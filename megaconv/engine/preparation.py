@@ -20,7 +20,9 @@ from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, UsageError
-from megaconv.hub import Place, resolve
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
+from megaconv.hub import Place, nothing_at, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
 
@@ -63,7 +65,7 @@ class ConvertOptions:
         return {**self.load.extra, **self.save.extra, **self.extra}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a conversion did, or, planned only, would do."""
 
@@ -90,6 +92,11 @@ class Report:
     """The same for people."""
     rounding: Rounding | None = None
     """By how much quantized weights are off, where there are any: those that this run read, when it was resumed."""
+
+    def __repr__(self) -> str:
+        size = f"{self.parameters:,} parameters, {self.nbytes:,} bytes in {len(self.files)} files"
+        done = "planned" if self.fingerprint is None else f"fingerprint {self.fingerprint.weights}"
+        return f"<Report: {self.target}, {self.header.config.family}, {size}, {done}>"
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -138,7 +145,8 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
     raise_file_limit()
     options = options or LoadOptions()
-    path = resolve(str(place), metadata_only=options.metadata_only)
+    _require_description(options.config)
+    path = resolve(place, metadata_only=options.metadata_only)
     name, found = registry.choose(path, loader)
     if options.text_only and not getattr(found, "HAS_TEXT_ONLY", False):
         raise UsageError(f"--text-only: {path}: --loader {name} reads language models alone; leave it out")
@@ -146,11 +154,20 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     return name, LazySource(found.open(path, options))
 
 
+def _require_description(config: Path | None) -> None:
+    """Raises UsageError for a --config that isn't a model's Hugging Face directory."""
+    if config is not None and not config.exists():
+        raise UsageError(f"--config {nothing_at(config)}", code="no-such-input")
+    if config is not None and not (config / CONFIG_NAME).is_file():
+        raise UsageError(f"--config {config}: has no {CONFIG_NAME}; expected a model's Hugging Face directory")
+
+
 def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
     """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
     load = load_options(saver, options)
-    place = resolve(str(load_dir), metadata_only=load.metadata_only)
+    place = resolve(load_dir, metadata_only=load.metadata_only)
     name, found = registry.choose(place, options.loader)
+    _require_description(load.config)
     refuse_sizes(registry.saver(saver), place, load, options.save)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
     read, written = registry.share_options(options.all_extra(), takers)
@@ -185,7 +202,7 @@ def prepare(
     processes: that will write it together, each with files of its own. place: what `resolve` made of load_dir, where that was
     asked already.
     """
-    place = resolve(str(load_dir)) if place is None else place
+    place = resolve(load_dir) if place is None else place
     for word in options.save.allow_lossy:
         if word not in LOSSES:
             raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
@@ -196,9 +213,15 @@ def prepare(
     written = source.header.manifest
     if source.header.adapter is not None:
         _refuse_as_adapter(load_dir, saver, options)
+    _refuse_whole(source.header, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
+    if options.save.distributed_optimizer is not None and not source.header.carries_optimizer:
+        raise UsageError(
+            "--use-distributed-optimizer: chooses nothing, since no optimizer state is converted; leave it out",
             code="no-optimizer",
         )
     source, merged = _changed(source, options)
@@ -243,6 +266,22 @@ def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions
         )
     if options.verify and saver == "peft":
         raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
+
+
+def _refuse_whole(header: Header, saver: str, options: ConvertOptions) -> None:
+    """Raises UsageError for what only a language model by itself can be converted to, or with."""
+    whole, hf = header.config.whole, header.layout is None
+    if whole is None:
+        return
+    name = named(whole.config)
+    alone = "; --text-only converts the language model in it" if hf else ""
+    if not getattr(registry.saver(saver), "HOLDS_WHOLE", False):
+        raise UsageError(f"--saver {saver}: can't hold {name}, which sees or hears, as a whole{alone}")
+    if options.save.base is not None:
+        raise UsageError(f"--base: the source holds all of {name}; leave it out")
+    for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
+        if given:
+            raise UsageError(f"{option}: is not supported for {name}, which sees or hears, as a whole{alone}")
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:

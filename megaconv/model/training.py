@@ -65,7 +65,7 @@ class TrainingState:
     floating_point_operations: int = 0
     """Spent so far, as Megatron counts them for its log."""
     scheduler: Mapping[str, Any] | None = None
-    """Megatron's `opt_param_scheduler`: learning rate and weight decay over the samples seen."""
+    """Megatron's `opt_param_scheduler`: learning rate and weight decay over the samples seen. None for a value that is not known."""
     rng: Mapping[tuple[int, int, int], Any] = field(default_factory=dict, repr=False)
     """(tensor, pipeline, expert rank) -> its random-number generators, which mean nothing at another layout."""
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.tensor import Box, LazyTensor, matrix_shape
+from formats.tensor import LazyTensor, matrix_shape
 from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
-from megatron_lite.checkpoint.weights import load_weights, read
+from megatron_lite.checkpoint.weights import load_weights, read_rows
 from megatron_lite.engine import Engine
 from megatron_lite.settings.config import Settings
 
@@ -51,10 +52,12 @@ class Start:
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     """None to start from random weights. Reads metadata only. Raises CheckpointError."""
     saving = settings.checkpointing
-    weights_alone = finetune or saving.finetune
+    weights_alone = finetune or saving.finetune or settings.lora.wanted
     saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
-    if saved is not None and saving.resume:
+    if saved is not None and saving.resume and not settings.lora.wanted:
         return _open(str(saved), settings, continued=True)
+    if settings.lora.wanted:
+        _check_base(settings, saved)
     if saving.load is None:
         if saved is not None:
             raise UsageError(
@@ -74,8 +77,24 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     return _open(saving.load, settings, continued=not weights_alone)
 
 
+def _check_base(settings: Settings, saved: Path | None) -> None:
+    """Of a run that trains adapters. Raises UsageError."""
+    saving = settings.checkpointing
+    if saving.load is None:
+        raise UsageError("--lora-rank needs --load: the model that adapters are trained beside, also with --resume")
+    if saved is not None and not saving.resume:
+        raise UsageError(
+            f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
+        )
+
+
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     _, source = open_source(place, None, LoadOptions())
+    if source.header.config.whole is not None:
+        name = named(source.header.config.whole.config)
+        raise NotExpressible(
+            f"{place}: {name} sees or hears, and only language models can be trained here; convert the one in it with --text-only"
+        )
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
     dropouts = read_dropouts(common, source.header.config.hf)
@@ -103,14 +122,14 @@ def load(engine: Engine, start: Start) -> None:
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
             if slot == "master" and not any(tensors.values()):
                 continue  # an fp32 run's weights are its masters
-            flat.copy_(_read_range(native, slot, tensors, owned.start, owned.end))
+            flat.copy_(read_range(native, slot, tensors, owned.start, owned.end))
     engine.optimizer.weights_from_masters()
     if start.progress.engine is not None:
         fresh, found = engine.state(), start.progress.engine
         engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
 
 
-def _read_range(
+def read_range(
     native: NativeTensor, slot: str, tensors: Mapping[str, LazyTensor | None], start: int, end: int
 ) -> Tensor:
     """float32 [end - start]: elements of a rank's flattened tensor. Padding of the vocabulary is zero."""
@@ -126,8 +145,6 @@ def _read_range(
         for region in regions:
             row0, row1 = max(first, region.row), min(last, region.row + region.box.rows)
             if row0 < row1:
-                top = region.box.row0 + row0 - region.row
-                box = Box(top, top + row1 - row0, region.box.col0, region.box.col1)
                 into = out[row0 - first : row1 - first, region.col : region.col + region.box.cols]
-                into.copy_(read(tensor, box))
+                into.copy_(read_rows(tensor, region, row0 - region.row, row1 - region.row))
     return out.reshape(-1)[start - first * cols : end - first * cols]

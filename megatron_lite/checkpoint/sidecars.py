@@ -13,6 +13,8 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_lite.settings.config import Data
 
+CHAT_TEMPLATE = "chat_template.jinja"
+
 _OF_ANOTHER_MODEL = (
     "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*", "generation_config*",
     "*processor*", "feature_extractor*",
@@ -28,6 +30,8 @@ def sidecars(
     given = tokenizer_files(data, tokenizer)
     if given:
         files = {name: content for name, content in files.items() if _says_something_else(name)} | given
+    if data.chat_template is not None:
+        files[CHAT_TEMPLATE] = read_sidecar(Path(data.chat_template))
     try:
         return files | {CONFIG_NAME: family(config.family).config_json(config)}
     except NotExpressible:

@@ -3,6 +3,7 @@
 Optimizer state is saved as Megatron's fully_reshardable form: sharded like the weights, whatever ranges the ranks own.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from formats import rank_files
 from megaconv.families import family
+from megaconv.megatron.arguments.param_groups import is_expert
 from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
@@ -45,6 +47,8 @@ class Snapshot:
     objects: Mapping[str, bytes] | None = None
     rank_file: tuple[str, Mapping[str, Any]] | None = None
     """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+    files: Mapping[str, bytes] | None = None
+    """Of a run that trains adapters, by name; on rank 0."""
 
     def copied(self) -> "Snapshot":
         """With tensors that training won't change, in main memory."""
@@ -77,7 +81,7 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
     engine.finish()
     found = tuple(_dist_shards(engine, chunk_places(engine, local=impl == "local"), with_optimizer))
-    objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
+    objects = {} if engine.grid.tp_rank or engine.grid.rank_along("replicas") else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     if not stacks_layers(engine.config):
         common = {**common, "content_metadata": {**common.get("content_metadata", {}), "non_homogeneous_layers": True}}
@@ -101,13 +105,15 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     infos = (info for chunk in engine.infos for info in chunk)
     for number, (info, (chunk, name, tensor)) in enumerate(zip(infos, engine.parameters(), strict=True)):
         place = placed[chunk][name]
-        if _is_turn(engine, info, number) and _is_ours(place, grid.tp_rank):
+        if _is_turn(engine, info, number) and _is_ours(info, grid.tp_rank):
             yield from shards(place, tensor.detach())
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
         place = placed[owned.chunk][owned.name]
-        if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or _is_turn(engine, owned.info, number)):
+        if _is_ours(owned.info, grid.tp_rank) and (
+            engine.optimizer.distributed or _is_turn(engine, owned.info, number)
+        ):
             for slot, flat in _stored(engine, owned.tensors):
                 key = f"optimizer.state.{slot}.{place.key}"
                 yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
@@ -134,8 +140,8 @@ def _is_turn(engine: Engine, info: ParameterInfo, number: int) -> bool:
     return number % comm.size(grid.group(info.reduced_over)) == grid.rank_along(info.reduced_over)
 
 
-def _is_ours(place: Place, tp_rank: int) -> bool:
-    return not place.is_copy and (not place.replicated or tp_rank == 0)
+def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
+    return not info.is_copy and (not info.replicated or tp_rank == 0)
 
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
@@ -155,7 +161,7 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    found = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    found = [f"self_attention.{name}" for name in ("linear_proj", *_projections(config))]
     if config.has("dense", layer):
         found += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif config.experts.shared_ffn:
@@ -163,8 +169,18 @@ def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str
     return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
 
 
+def _projections(config: ModelConfig) -> tuple[str, ...]:
+    if not config.latent.kv_rank:
+        return ("linear_qkv",)
+    of_queries = ("linear_q_down_proj", "linear_q_up_proj") if config.latent.q_rank else ("linear_q_proj",)
+    return (*of_queries, "linear_kv_down_proj", "linear_kv_up_proj")
+
+
 def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
-    """Of `torch`. Collective over data-parallel ranks that share the optimizer's state."""
+    """Of `torch`. Collective over data-parallel ranks that share the optimizer's state.
+
+    Megatron's ranks write that are the first of those that hold the same experts.
+    """
     engine.finish()
     grid = engine.grid
     renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
@@ -176,15 +192,17 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     state = dict(common)
     if with_optimizer and engine.optimizer is not None:
         slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
-        listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model]
-        state["optimizer"] = _optimizer_state(common["optimizer"], listed, ordered, slots)
-    if grid.dp_rank:
+        listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
+        state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
+    mixture = engine.config.experts.count > 0
+    if grid.rank_along("edp" if mixture else "replicas"):
         return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
         key = "model" if len(ordered) == 1 else f"model{chunk}"
         state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: order(entry[0])))
-    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, 0, grid.layout.pp, 1)
+    ep_rank = grid.rank_along("ep") if mixture else 0
+    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, ep_rank, grid.layout.pp, grid.layout.ep)
     return Snapshot(common["iteration"], common, rank_file=(f"{directory}/{rank_files.MODEL_FILE}", state))
 
 
@@ -192,8 +210,11 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     """From the engine's names to those of the implementation."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
+    ep_rank = grid.rank_along("ep") if config.experts.count else 0
     ours, theirs = (
-        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows)
+        native_tensors(
+            family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank
+        )
         for naming in (NAMING, core_naming(impl))
     )
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
@@ -202,22 +223,23 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
 def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
     """Optimizer state in the shape of this rank's parameters, from the ranges of all data-parallel ranks."""
     assert engine.optimizer is not None
-    parameters = {(chunk, name): tensor for chunk, name, tensor in engine.parameters()}
+    infos = {(info.chunk, info.name): info for of_chunk in engine.infos for info in of_chunk if info.trained}
+    device = engine.grid.device
     names = _slot_names(engine)
     wholes = {
-        key: {slot: torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device) for slot in names}
-        for key, tensor in parameters.items()
+        key: {slot: torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=device) for slot in names}
+        for key, info in infos.items()
     }
     for owned in engine.optimizer.ranges():
         for slot, flat in owned.tensors.items():
             wholes[owned.chunk, owned.name][slot][owned.start : owned.end] = flat.detach()
-    if engine.optimizer.distributed and engine.grid.dp > 1:
-        for slots in wholes.values():
+    if engine.optimizer.distributed:
+        for key, slots in wholes.items():
             for flat in slots.values():
                 # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-                dist.all_reduce(flat.view(torch.int32), group=engine.grid.group("dp"))
+                comm.all_reduce(flat.view(torch.int32), engine.grid.group(infos[key].reduced_over))
     return {
-        key: {slot: flat.view(parameters[key].shape) for slot, flat in slots.items()} for key, slots in wholes.items()
+        key: {slot: flat.view(infos[key].native.shape) for slot, flat in slots.items()} for key, slots in wholes.items()
     }
 
 
@@ -225,11 +247,32 @@ def _slot_names(engine: Engine) -> list[str]:
     """The same on every rank, also on one that owns nothing."""
     assert engine.optimizer is not None
     own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
-    if not engine.optimizer.distributed or engine.grid.dp == 1:
+    replicas = engine.grid.group("replicas")
+    if not engine.optimizer.distributed or replicas is None:
         return own
-    sharding: list[Any] = [None] * engine.grid.dp
-    dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
+    sharding: list[Any] = [None] * comm.size(replicas)
+    dist.all_gather_object(sharding, own, group=replicas)
     return next(names for names in sharding if names)
+
+
+def _optimizers(
+    groups: Mapping[str, Any],
+    listed: list[tuple[int, str]],
+    models: list[OrderedDict[str, Tensor]],
+    slots: Mapping[tuple[int, str], Mapping[str, Tensor]],
+    *,
+    apart: bool,
+) -> Any:
+    """One, or with expert parallelism (apart) a list of two: experts have one of their own."""
+    if not apart:
+        return _optimizer_state(groups, listed, models, slots)
+    dense, experts = ([key for key in listed if is_expert(key[1]) == of_experts] for of_experts in (False, True))
+    theirs = [{**group, "is_expert_parallel": True} for group in groups["optimizer"]["param_groups"]]
+    of_experts = {**groups, "optimizer": {**groups["optimizer"], "param_groups": theirs}}
+    return [
+        _optimizer_state(groups, dense, models, slots),
+        _optimizer_state(of_experts, experts, models, slots),
+    ]
 
 
 def _optimizer_state(
@@ -245,11 +288,10 @@ def _optimizer_state(
     by_group: list[list[tuple[int, str]]] = [[], []]
     for chunk, name in listed:
         by_group[name.endswith(".bias") or models[chunk][name].dim() == 1].append((chunk, name))
+    used = [pair for pair in zip(groups["optimizer"]["param_groups"], by_group, strict=True) if pair[1]]
+    by_group = [keys for _, keys in used]
     numbers = {key: number for number, key in enumerate(key for group in by_group for key in group)}
-    param_groups = [
-        {**group, "params": [numbers[key] for key in keys]}
-        for group, keys in zip(groups["optimizer"]["param_groups"], by_group, strict=True)
-    ]
+    param_groups = [{**group, "params": [numbers[key] for key in keys]} for group, keys in used]
     counter = {"step": torch.tensor(float(param_groups[0]["step"]))}
     state = {
         numbers[key]: {slot: tensor for slot, tensor in slots[key].items() if slot != "master"}
@@ -258,7 +300,7 @@ def _optimizer_state(
         for key in keys
     }
     inner = {"state": state, "param_groups": param_groups}
-    if all(tensor.dtype == torch.float32 for model in models for tensor in model.values()):
+    if all(models[chunk][name].dtype == torch.float32 for chunk, name in listed):
         return inner
     masters = [[slots[key]["master"] for key in keys] for keys in by_group]
     return {**groups, "optimizer": inner, "fp32_from_fp16_params": masters}

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from megaconv.errors import UsageError
 from megatron_lite.data.blend import BlendedDataset, BlendIndices, blend_all, blend_by_weight, normalized
 from megatron_lite.data.corpora import SPLITS, Corpora, Part, parse_corpora, parse_split, part_of
-from megatron_lite.data.finetune_dataset import FinetuneDataset, read_examples
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_index import Indices, build_indices
 from megatron_lite.data.index_cache import cache_key, cached
@@ -21,6 +20,7 @@ from megatron_lite.data.mock import MockDocuments
 from megatron_lite.data.samples import NO_TOKEN, Dataset, SampleForm
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.data.tokens import Documents
+from megatron_lite.settings.config import Data
 
 SURPLUS = 0.005
 """Of samples that each corpus of a blend is asked for, since the blend may take a few more than its share."""
@@ -42,7 +42,7 @@ class DataOptions:
     valid_data_path: Sequence[str] = ()
     test_data_path: Sequence[str] = ()
     finetune_data: Sequence[str] = ()
-    """Files of examples; all of them are trained on unless `split` says otherwise."""
+    """Files of examples, which become datasets elsewhere (megatron_lite.data.finetuning)."""
     mock_data: bool = False
     data_cache_path: Path | None = None
     reset_position_ids: bool = False
@@ -57,13 +57,13 @@ def build_datasets(options: DataOptions, tokenizer: Tokenizer, samples: Sequence
     Every process may call it at once.
     Raises UsageError for contradictions, CorruptCheckpoint for files.
     """
-    _check(options)
+    check_sources(options)
+    if options.seq_length < 1:
+        raise UsageError(f"--seq-length {options.seq_length}: a sample has one token at least")
     builder = _Builder(options, _form(options, tokenizer))
     if options.mock_data:
         mock = MockDocuments(tokenizer.vocab_size, _eod(tokenizer))
         return [builder.single(mock, part, count) for part, count in zip(parse_split(MOCK_SPLIT), samples, strict=True)]
-    if options.finetune_data:
-        return _finetune_datasets(options, tokenizer, samples)
     if options.data_path:
         corpora = parse_corpora(options.data_path)
         parts = parse_split(options.split or DEFAULT_SPLIT)
@@ -81,20 +81,8 @@ def build_datasets(options: DataOptions, tokenizer: Tokenizer, samples: Sequence
     return found
 
 
-def _finetune_datasets(
-    options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None]
-) -> list[Dataset | None]:
-    examples = read_examples(options.finetune_data, tokenizer)
-    found: list[Dataset | None] = []
-    for part, count in zip(parse_split(options.split or "1"), samples, strict=True):
-        members = part_of(part, len(examples)) if part is not None and count != 0 else np.empty(0, np.int32)
-        found.append(
-            FinetuneDataset(examples, members, options.seq_length, count, options.seed) if len(members) else None
-        )
-    return found
-
-
-def _check(options: DataOptions) -> None:
+def check_sources(options: DataOptions | Data) -> None:
+    """Raises UsageError unless there is one source of data."""
     separate = [name for name in SPLITS if getattr(options, f"{name}_data_path")]
     sources = [bool(options.mock_data), bool(options.data_path), bool(options.finetune_data), bool(separate)]
     if sum(sources) != 1:
@@ -104,8 +92,6 @@ def _check(options: DataOptions) -> None:
         )
     if separate and options.split is not None:
         raise UsageError(f"--split divides --data-path; with --{separate[0]}-data-path there is nothing to divide")
-    if options.seq_length < 1:
-        raise UsageError(f"--seq-length {options.seq_length}: a sample has one token at least")
 
 
 def _form(options: DataOptions, tokenizer: Tokenizer) -> SampleForm:

@@ -1,4 +1,4 @@
-"""Text to be preprocessed: JSON lines, plain or compressed with gzip or zstandard, and parquet; distinguished by their first bytes."""
+"""Files of text: JSON lines, plain or compressed with gzip or zstandard, and parquet; distinguished by their first bytes."""
 
 import glob
 import gzip
@@ -34,24 +34,27 @@ class Batch:
     """Bytes of uncompressed text."""
 
 
-def find_inputs(words: Sequence[str]) -> list[str]:
+def find_inputs(words: Sequence[str], flag: str = "--input") -> list[str]:
     """Files in order, patterns spelled out and sorted. Raises UsageError for one that is not there."""
     found: list[str] = []
     for word in words:
         matches = [word] if word == STDIN or Path(word).exists() else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
         if not matches:
-            raise UsageError(f"--input {word}: there is no such file, and no file matches it as a pattern")
+            raise UsageError(f"{flag} {word}: there is no such file, and no file matches it as a pattern")
         for match in matches:
             if Path(match).is_dir():
-                raise UsageError(f"--input {match}: is a directory; write {match}/*.jsonl")
+                raise UsageError(f"{flag} {match}: is a directory; write {match}/*.jsonl")
         found += matches
     if found.count(STDIN) > 1:
-        raise UsageError("--input: standard input can be read once only")
+        raise UsageError(f"{flag}: standard input can be read once only")
     return found
 
 
-def read_batches(inputs: Iterable[str], keys: Sequence[str]) -> Iterator[Batch]:
-    """All records, in order. Raises CorruptCheckpoint, naming the file, for one that can't be read to its end."""
+def read_batches(inputs: Iterable[str], keys: Sequence[str] | None) -> Iterator[Batch]:
+    """All records, in order. keys: columns that a table has to have; None: all of its columns are read.
+
+    Raises CorruptCheckpoint, naming the file, for one that can't be read to its end.
+    """
     for name in inputs:
         with _opened(name) as file:
             start = file.peek(4)[:4]  # type: ignore[attr-defined]
@@ -59,6 +62,18 @@ def read_batches(inputs: Iterable[str], keys: Sequence[str]) -> Iterator[Batch]:
                 yield from _rows(name, file, keys)
             else:
                 yield from _lines(name, _chunks(name, file, start))
+
+
+def read_start(name: str) -> bytes:
+    """The first piece of a file's uncompressed content; of parquet, of the file itself. Raises CorruptCheckpoint."""
+    with _opened(name) as file:
+        return next(_chunks(name, file, file.peek(4)[:4]), b"")  # type: ignore[attr-defined]
+
+
+def read_whole(name: str) -> bytes:
+    """Uncompressed. Raises CorruptCheckpoint."""
+    with _opened(name) as file:
+        return b"".join(_chunks(name, file, file.peek(4)[:4]))  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -131,19 +146,19 @@ def _batches(name: str, number: int, lines: list[bytes]) -> Iterator[Batch]:
         yield Batch(name, number + start, records, sum(map(len, records)) + len(records))
 
 
-def _rows(name: str, file: BinaryIO, keys: Sequence[str]) -> Iterator[Batch]:
+def _rows(name: str, file: BinaryIO, keys: Sequence[str] | None) -> Iterator[Batch]:
     if name == STDIN:
         raise UsageError("--input -: parquet can't be read from standard input; give the file's name")
     pyarrow, parquet = (package(module, f"{name}: reading it") for module in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.ParquetFile(file, page_checksum_verification=True)
-        missing = [key for key in keys if key not in table.schema_arrow.names]
+        missing = [key for key in keys or () if key not in table.schema_arrow.names]
         if missing:
             raise CorruptCheckpoint(
                 f"{name}: has no column {', '.join(missing)}; there are {', '.join(table.schema_arrow.names)}: see --json-keys"
             )
         number = 1
-        for part in table.iter_batches(batch_size=BATCH_RECORDS, columns=list(keys)):
+        for part in table.iter_batches(batch_size=BATCH_RECORDS, columns=None if keys is None else list(keys)):
             yield Batch(name, number, part.to_pylist(), part.nbytes)
             number += part.num_rows
     except (pyarrow.ArrowException, OSError) as error:

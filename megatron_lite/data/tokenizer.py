@@ -38,12 +38,18 @@ class Tokenizer(Protocol):
     """Token that ends a document."""
     pad: int | None
     bos: int | None
+    begin: list[int]
+    """Tokens with which its model expects a text to begin."""
 
     def tokenize(self, text: str) -> list[int]:
         """Without tokens at begin and end."""
         ...
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """The same with special tokens, for people."""
+        ...
 
 
 def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
@@ -58,7 +64,7 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         return _bert(_file(options, "vocab_file"))
     if options.type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_needed(options, "model"))
-    return SentencePieceTokenizer(_file(options, "model"))
+    return SentencePieceTokenizer(_file(options, "model"), begins=options.type == "Llama2Tokenizer")
 
 
 def _needed(options: TokenizerOptions, field: str) -> Any:
@@ -84,6 +90,7 @@ class NullTokenizer:
         self.eod: int | None = vocab_size
         self.pad: int | None = None
         self.bos: int | None = None
+        self.begin: list[int] = []
 
     def tokenize(self, text: str) -> list[int]:
         return [int(word) for word in text.split(" ")]
@@ -91,11 +98,15 @@ class NullTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
+    def spelled(self, ids: Sequence[int]) -> str:
+        return self.detokenize(ids)
+
 
 class SentencePieceTokenizer:
     """A sentencepiece model; neither begin nor end are added."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, begins: bool) -> None:
+        """begins: whether its model, a Llama, expects its token at the begin of a text."""
         processor = package("sentencepiece", "this tokenizer").SentencePieceProcessor
         try:
             self._processor = processor(model_file=str(path))
@@ -106,6 +117,7 @@ class SentencePieceTokenizer:
             number if number >= 0 else None
             for number in (self._processor.eos_id(), self._processor.pad_id(), self._processor.bos_id())
         )
+        self.begin: list[int] = [self.bos] if begins and self.bos is not None else []
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode_as_ids(text)
@@ -115,32 +127,41 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode_ids(list(ids))
         return text
 
+    def spelled(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._processor.id_to_piece, ids)).replace("\u2581", " ")
+
 
 class HuggingFaceTokenizer:
-    """Any tokenizer that transformers can read, without running code that comes with it."""
+    """Any tokenizer that transformers can read, without running code that comes with it; `inner` is transformers' own."""
 
     def __init__(self, place: str) -> None:
         transformers = package("transformers", "this tokenizer")
         try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            self.inner: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever its many formats raise
             raise CorruptCheckpoint(f"{place}: transformers can't read a tokenizer there: {error}") from error
-        self.vocab_size = len(self._tokenizer)
-        one = self._tokenizer
+        one = self.inner
+        self.vocab_size = len(one)
         self.eod = one.sep_token_id if one.eos_token_id is None else one.eos_token_id
         self.bos = one.cls_token_id if one.bos_token_id is None else one.bos_token_id
         self.pad: int | None = one.pad_token_id
+        first: list[int] = one("a").input_ids[:1]
+        self.begin = first if first == [self.bos] else []
 
     def save(self, directory: str) -> None:
         """All files that make it up."""
-        self._tokenizer.save_pretrained(directory)
+        self.inner.save_pretrained(directory)
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        ids: list[int] = self.inner(text, add_special_tokens=False, verbose=False).input_ids
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        text: str = self.inner.decode(list(ids), skip_special_tokens=False)
         return text
 
 
@@ -153,6 +174,7 @@ class RustTokenizer:
         self.eod: int | None = tokenizer.token_to_id(eod)
         self.pad: int | None = tokenizer.token_to_id(pad) if pad else None
         self.bos: int | None = tokenizer.token_to_id(bos)
+        self.begin: list[int] = []
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -160,6 +182,10 @@ class RustTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
 

@@ -12,6 +12,7 @@ from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import DataOptions, build_datasets
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.loop.finetuning import Packed
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
@@ -36,8 +37,13 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     return build_tokenizer(TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size))
 
 
-def make_datasets(settings: Settings, tokenizer: Tokenizer, sizes: Sizes, samples: list[int]) -> list[Dataset | None]:
-    """For training, evaluation, test. samples: how many of each will be drawn. Raises UsageError, CorruptCheckpoint."""
+def make_datasets(
+    settings: Settings, tokenizer: Tokenizer, sizes: Sizes, samples: list[int], packed: Packed | None
+) -> list[Dataset | None]:
+    """For training, evaluation, test. samples: how many of each will be drawn. packed: examples, if the run is on these.
+
+    Raises UsageError, CorruptCheckpoint.
+    """
     data = settings.data
     options = DataOptions(
         seq_length=sizes.seq, seed=settings.training.seed, data_path=data.data_path or (),
@@ -48,7 +54,7 @@ def make_datasets(settings: Settings, tokenizer: Tokenizer, sizes: Sizes, sample
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )  # fmt: skip
-    found = build_datasets(options, tokenizer, samples)
+    found = build_datasets(options, tokenizer, samples) if packed is None else packed.datasets(settings, sizes, samples)
     if found[0] is None:
         raise UsageError("there is nothing to train on: the training split is empty; see --split")
     return found

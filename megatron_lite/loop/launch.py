@@ -45,6 +45,11 @@ class Place:
         backend = "one process" if self.world == 1 else "gloo" if self.device.type == "cpu" else "nccl"
         return f"{self.world} x {name}, {backend}"
 
+    def say(self, text: str) -> None:
+        """On one rank."""
+        if self.rank == 0:
+            print(text, flush=True)
+
 
 def world_size() -> int:
     """Of torchrun or srun; 1 without them."""

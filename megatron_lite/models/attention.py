@@ -1,55 +1,77 @@
-"""Causal attention: PyTorch's, or flash-attn where it is installed; one call a document where documents don't see each other."""
+"""Causal attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
 
-from collections.abc import Callable
+import inspect
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaconv.errors import UsageError
-
-
-class Documents:
-    """For each sequence of a batch the lengths of its documents, which add up to the sequence.
-
-    A class of its own so that torch.compile, which would compile anew for other numbers, never looks into it.
-    """
-
-    def __init__(self, lengths: tuple[tuple[int, ...], ...]) -> None:
-        self.lengths = lengths
+from megatron_lite.models.across import attend_across
+from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    run: Pass,
     *,
     window: int | None = None,
-    documents: Documents | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [sequence, batch, heads, head_dim], k and v [sequence, batch, kv_heads, head_dim] -> like q.
+    """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
 
     Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
-    tokens, of its own document.
+    tokens, of its own document. Where there are more keys than queries they are a cache's: key j is that of position j.
+    scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
     """
-    call = flash if choose(backend, q) == "flash" else sdpa
-    if documents is None:
-        return call(q, k, v, window, dropout)
-    attended: Tensor = _by_document(call, q, k, v, window, documents, dropout)
-    return attended
+    if run.context is not None:
+        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
+    if len(k) != len(q):
+        return sdpa(q, k, v, seen(run.positions, len(k), window), dropout, scale, sinks)
+    kernel = choose(backend, q, v) if sinks is None else "sdpa"
+    if run.packed is not None:
+        packed: Tensor = _packed(kernel, q, k, v, run.packed, window, dropout, scale, sinks)
+        return packed
+    if kernel == "flash":
+        return flash(q, k, v, window, dropout, scale)
+    return sdpa(q, k, v, _narrow(len(q), window, q.device), dropout, scale, sinks)
 
 
-Call = Callable[[Tensor, Tensor, Tensor, int | None, float], Tensor]
+def _with_others(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: ContextGroup,
+    run: Pass,
+    window: int | None,
+    backend: str,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
+    if ranks.how != "a2a":
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks)
+        return across
+    q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
+    sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
+    here = replace(run, context=None)
+    return tokens_for_heads(attend(q, k, v, here, window=window, backend=backend, scale=scale, sinks=sinks), ranks)
 
 
-def choose(backend: str, q: Tensor) -> str:
+def choose(backend: str, q: Tensor, v: Tensor) -> str:
     """`flash` or `sdpa`. Raises UsageError where flash was asked for and can't be had."""
-    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]
     if backend == "auto":
         return "flash" if fits and has_flash() else "sdpa"
     if backend == "flash" and not (fits and has_flash()):
@@ -62,16 +84,47 @@ def has_flash() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, with a mask only where a window is narrower than the sequence."""
-    length = q.shape[0]
-    mask = None if window is None or window >= length else window_mask(length, window, q.device)
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys]; None: all up to itself."""
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # else there is no kernel but the one that keeps all scores
+        v = F.pad(v, (0, q.shape[-1] - width))
+    if sinks is not None:
+        scale = scale or q.shape[-1] ** -0.5
+        mask = window_mask(len(q), len(q), q.device) if mask is None else mask
+        mask = F.pad(mask, (1, 0), value=True)
+        q, k, v = with_sink(q, k, v, sinks / scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return out.permute(2, 0, 1, 3)
+    return out.permute(2, 0, 1, 3)[..., :width]
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With one more key in front, whose product with q is `scores` [heads] and whose value is 0: a softmax with a sink by any kernel.
+
+    Heads get a further element for it, and zeros up to the next multiple of 8, which kernels on GPUs ask for.
+    """
+    more = 8 - q.shape[-1] % 8
+    marks = F.pad(scores.to(q.dtype)[:, None], (0, more - 1)).expand(*q.shape[:3], -1)
+    sink = F.pad(k.new_ones(1), (k.shape[-1], more - 1)).expand(1, *k.shape[1:3], -1)
+    keys = torch.cat((sink, F.pad(k, (0, more))))
+    return torch.cat((q, marks), -1), keys, F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0))
+
+
+def _narrow(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """None where a window is as wide as the sequence: a mask makes attention slower."""
+    return None if window is None or window >= length else window_mask(length, window, device)
 
 
 @cache
@@ -81,27 +134,98 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (back >= 0) & (back < window)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -> Tensor:
-    """flash-attn's kernel; it counts a window without the token itself."""
+def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """bool [batch or 1, 1, queries, keys]: which keys queries at these positions ([queries, batch or 1]) see."""
+    back = positions.t()[:, None, :, None] - torch.arange(keys, device=positions.device)
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, scale: float | None) -> Tensor:
+    """flash-attn's kernel."""
     from flash_attn import flash_attn_func
 
-    back = (-1, -1) if window is None else (window - 1, 0)
     batch_first = (x.transpose(0, 1) for x in (q, k, v))
-    out: Tensor = flash_attn_func(*batch_first, dropout_p=dropout, causal=True, window_size=back, deterministic=True)
+    back = _back(window)
+    out: Tensor = flash_attn_func(
+        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=True
+    )
     return out.transpose(0, 1)
 
 
+def _back(window: int | None) -> tuple[int, int]:
+    """As flash-attn counts: without the token itself, and nothing after it."""
+    return (-1 if window is None else window - 1, 0)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_document(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents, dropout: float
+def _packed(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Quicker than one call with a block mask, and needs no kernel of its own."""
+    """One kernel for all documents where there is one, else one call for each: quicker than one with a block mask."""
+    if kernel == "flash":
+        return _flash_packed(q, k, v, packed, window, dropout, scale)
+    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and sinks is None
+    if fits and not dropout and has_varlen():
+        return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
-    for row, lengths in enumerate(documents.lengths):
+    for row, lengths in enumerate(packed.lengths):
         ends = list(accumulate(lengths))
         pieces = []
         for start, end in zip([0, *ends], ends, strict=False):
             part = slice(start, end), slice(row, row + 1)
-            pieces.append(call(q[part], k[part], v[part], window, dropout))
+            mask = _narrow(end - start, window, q.device)
+            pieces.append(sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks))
         rows.append(torch.cat(pieces))
     return torch.cat(rows, 1)
+
+
+@cache
+def has_varlen() -> bool:
+    """Whether this torch has its own kernel for documents, with windows."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def _row_after_row(x: Tensor) -> Tensor:
+    """[sequence, batch, ...] -> [batch * sequence, ...]."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def _rows_again(x: Tensor, like: Tensor) -> Tensor:
+    """The other way."""
+    return x.view(like.shape[1], like.shape[0], *x.shape[1:]).transpose(0, 1)
+
+
+def _flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    ends, longest = packed.cu_seqlens, packed.longest
+    out: Tensor = flash_attn_varlen_func(
+        *map(_row_after_row, (q, k, v)), ends, ends, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True,
+        window_size=_back(window), deterministic=True,
+    )  # fmt: skip
+    return _rows_again(out, q)
+
+
+def _varlen_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, scale: float | None) -> Tensor:
+    from torch.nn.attention import varlen
+
+    attention: Any = varlen.varlen_attn  # whose parameters differ from one torch to the next
+    ends, longest, grouped = packed.cu_seqlens, packed.longest, q.shape[2] != k.shape[2]
+    flat = map(_row_after_row, (q, k, v))
+    how: Any = {"window_size": _back(window), "enable_gqa": grouped, "scale": scale}
+    out: Tensor = attention(*flat, ends, ends, longest, longest, **how)
+    return _rows_again(out, q)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
-from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.loss import head_loss
+from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import VocabEmbedding
@@ -30,20 +30,15 @@ class Embedding(nn.Module):
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
 
-    def forward(self, batch: Microbatch, seed: rng.Seed | None) -> Tensor:
-        x: Tensor = self.word_embeddings(batch.tokens.t())
+    def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
+        """tokens [batch, sequence]: in place of the pass' own."""
+        x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.position_embeddings is not None:
-            x = x + self._positions(batch)
-        return seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks) if seed and self.dropout else x
-
-    def _positions(self, batch: Microbatch) -> Tensor:
-        assert self.position_embeddings is not None
-        length = batch.tokens.shape[1]
-        places = torch.arange(length, device=batch.tokens.device).unsqueeze(1)
-        if batch.positions is not None:
-            places = batch.positions.t()
-        positions: Tensor = self.position_embeddings(self.ranks.own_part(places))
-        return positions
+            x = x + self.position_embeddings(self.ranks.own_part(run.positions))
+        if run.seed is None or not self.dropout:
+            return x
+        dropped: Tensor = run.seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks)
+        return dropped
 
 
 class Head(nn.Module):

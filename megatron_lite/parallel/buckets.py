@@ -110,7 +110,7 @@ class ChunkBuckets:
         distributed: bool,
         overlap: bool,
     ) -> None:
-        """chunk: on the meta device, with parameters of these names and shapes, in the order of a forward pass.
+        """chunk: on the meta device, with trained parameters of these names and shapes, in the order of a forward pass.
 
         groups: by what a parameter is reduced over.
         """
@@ -151,7 +151,8 @@ class ChunkBuckets:
     def wait_before(self, modules: Iterator[nn.Module]) -> None:
         """Have each of these modules, when it is called, wait for the parameters it uses."""
         for module in modules:
-            used = list({id(self._of[id(p)]): self._of[id(p)] for p in module.parameters()}.values())
+            found = [self._of[id(parameter)] for parameter in module.parameters() if id(parameter) in self._of]
+            used = list({id(bucket): bucket for bucket in found}.values())
 
             def wait(*_: object, used: list[Bucket] = used) -> None:
                 for bucket in used:

@@ -17,11 +17,12 @@ class Kind(Enum):
     )
     OF_HEADS = "each tensor rank has a copy, which sees its rank's heads alone"
     EXPERT = "a part of one expert, which sees all tokens that come to it"
+    UNTRAINED = "each tensor rank has a copy, in float32, without gradient and optimizer; something else changes it"
 
     @property
     def copied(self) -> bool:
         """Whether every tensor rank has all of it."""
-        return self in (Kind.OF_TOKENS, Kind.OF_HEADS)
+        return self in (Kind.OF_TOKENS, Kind.OF_HEADS, Kind.UNTRAINED)
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from torch.distributed import Work
 
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Channel, Grid
+from megatron_lite.parallel.payload import MOST_TENSORS, Payload, Wires
 
 
 class Action(NamedTuple):
@@ -99,69 +100,92 @@ class Executor:
     """Walks through a program: receives, computes, sends, and keeps what the backward passes need."""
 
     def __init__(
-        self, grid: Grid, forward: Callable[[Action, Tensor | None], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+        self, grid: Grid, forward: Callable[[Action, Payload], Payload], arriving: Callable[[Action], Wires]
     ) -> None:
-        """forward(action, x): x is None on the first stage; the last one returns the loss to go backward from.
+        """forward(action, taken): nothing is taken on the first stage; the last one gives the loss to go backward from.
 
-        shape, dtype: of what passes between stages.
+        arriving: what comes from another stage for an action: forward a payload, backward the gradients of one.
         """
-        self._grid, self._forward, self._shape, self._dtype = grid, forward, shape, dtype
-        self._inputs: dict[tuple[int, int], Tensor | None] = {}
-        self._outputs: dict[tuple[int, int], GradientEdge] = {}
+        self._grid, self._forward, self._arriving = grid, forward, arriving
+        self._inputs: dict[tuple[int, int], Payload] = {}
+        self._outputs: dict[tuple[int, int], list[GradientEdge | None]] = {}
         self._sent: list[tuple[Work, Tensor]] = []
 
     def run(self, actions: Sequence[Action], before_backward: Callable[[Action], None] = lambda _: None) -> None:
         layout = self._grid.layout
-        posted: dict[Action, tuple[Work, Tensor]] = {}
-        received: Tensor | None = None
-        made: Tensor | None = None
+        posted: dict[Action, list[tuple[Work, Tensor]]] = {}
+        received: Payload = ()
+        made: Payload = ()
         for kind, action, at in program(actions, layout.pp, layout.vpp, self._grid.pp_rank):
             if kind == "compute":
                 if action.backward:
                     before_backward(action)
                 made = (self._go_backward if action.backward else self._go_forward)(action, received)
-                received = None
+                received = ()
                 continue
             assert at is not None, "messages have an edge"
             if kind == "post":
                 posted[action] = self._post(action, at)
             elif kind == "wait":
-                work, received = posted.pop(action)
-                work.wait()
-            elif made is not None:
+                received = _arrived(posted.pop(action))
+            else:
                 self._send(action, at, made)
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
-    def _go_forward(self, action: Action, x: Tensor | None) -> Tensor | None:
-        if x is not None and torch.is_grad_enabled():
-            x.requires_grad_()
-        y = self._forward(action, x)
+    def _go_forward(self, action: Action, taken: Payload) -> Payload:
+        if torch.is_grad_enabled():
+            for x in _differentiable(taken):
+                x.requires_grad_()
+        given = self._forward(action, taken)
         if torch.is_grad_enabled():
             # Of the output the backward pass needs its place in the graph alone; its memory goes when it is sent.
-            self._inputs[action[1:]], self._outputs[action[1:]] = x, get_gradient_edge(y)
-        return y.detach()
+            edges = [get_gradient_edge(y) if y.requires_grad else None for y in _differentiable(given)]
+            self._inputs[action[1:]], self._outputs[action[1:]] = taken, edges
+        return tuple(y.detach() for y in given)
 
-    def _go_backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        x, y = self._inputs.pop(action[1:]), self._outputs.pop(action[1:])
-        if gradient is None:
-            gradient = torch.ones((), device=self._grid.device)
-        torch.autograd.backward((y,), (gradient,))
-        return None if x is None else x.grad
+    def _go_backward(self, action: Action, gradients: Payload) -> Payload:
+        taken, edges = self._inputs.pop(action[1:]), self._outputs.pop(action[1:])
+        gradients = gradients or (torch.ones((), device=self._grid.device),)
+        used = [(y, gradient) for y, gradient in zip(edges, gradients, strict=True) if y is not None]
+        torch.autograd.backward([y for y, _ in used], [gradient for _, gradient in used])
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(taken))
 
-    def _post(self, action: Action, at: Edge) -> tuple[Work, Tensor]:
-        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._grid.device)
-        return comm.receive(tensor, self._grid.rank_of_stage(at.pp_rank), self._group(action, at), at.tag), tensor
+    def _post(self, action: Action, at: Edge) -> list[tuple[Work, Tensor]]:
+        whom, group = self._grid.rank_of_stage(at.pp_rank), self._group(action, at)
+        tensors = [
+            torch.empty(wire.shape, dtype=wire.dtype, device=self._grid.device) for wire in self._arriving(action)
+        ]
+        tags = _tags(at, len(tensors))
+        return [(comm.receive(tensor, whom, group, tag), tensor) for tensor, tag in zip(tensors, tags, strict=True)]
 
-    def _send(self, action: Action, at: Edge, made: Tensor) -> None:
+    def _send(self, action: Action, at: Edge, made: Payload) -> None:
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
-        made = made.contiguous()
-        work = comm.send(made, self._grid.rank_of_stage(at.pp_rank), self._group(action, at), at.tag)
-        self._sent.append((work, made))
+        whom, group = self._grid.rank_of_stage(at.pp_rank), self._group(action, at)
+        for each, tag in zip(made, _tags(at, len(made)), strict=True):
+            tensor = each.contiguous()
+            self._sent.append((comm.send(tensor, whom, group, tag), tensor))
 
     def _group(self, action: Action, at: Edge) -> comm.Group:
         return self._grid.channels[channel(action, at)]
+
+
+def _arrived(posted: list[tuple[Work, Tensor]]) -> Payload:
+    for work, _ in posted:
+        work.wait()
+    return tuple(tensor for _, tensor in posted)
+
+
+def _differentiable(payload: Payload) -> list[Tensor]:
+    """Those that gradients come back for, as Wire.has_gradient says of shapes."""
+    return [tensor for tensor in payload if tensor.is_floating_point()]
+
+
+def _tags(at: Edge, tensors: int) -> range:
+    """Of the tensors of one message."""
+    assert tensors <= MOST_TENSORS, "tags leave no room for more"
+    return range(at.tag * MOST_TENSORS, at.tag * MOST_TENSORS + tensors)
 
 
 def channel(action: Action, at: Edge) -> Channel:

@@ -1,7 +1,9 @@
 """The model of a run: from flags, or from a checkpoint that no flag may contradict."""
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import UsageError
@@ -45,10 +47,32 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     if model.num_experts:
         found |= {
             "experts.count": model.num_experts,
-            "layers.mlp": "experts",
+            "layers.mlp": tuple("experts" if one else "dense" for one in _with_experts(model)),
             "experts.shared_gate": model.moe_shared_expert_gate,
+            "experts.router_bias": model.moe_router_enable_expert_bias,
         }
     return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found)
+
+
+_RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")
+
+
+def _with_experts(model: Model) -> list[bool]:
+    """For each layer, as --moe-layer-freq has it: a number N for every N-th from the first on, or lists of 0 and 1, `[0]*3+[1]*58`."""
+    said, layers = (model.moe_layer_freq or "1").replace(" ", "").strip("()"), model.num_layers or 0
+    if said.isdigit() and int(said):
+        return [layer % int(said) == 0 for layer in range(layers)]
+    runs = [_RUN.fullmatch(word) for word in said.split("+")]
+    found = [one == "1" for run in runs if run for _ in range(int(run[2] or 1)) for one in run[1].split(",")]
+    if None in runs or len(found) != layers:
+        raise UsageError(
+            f"--moe-layer-freq {said} should be a number, or as many 0 and 1 as layers ({layers}): [0]*1+[1]*{layers - 1}"
+        )
+    return found
+
+
+def _have_experts(config: ModelConfig) -> list[bool]:
+    return [config.has("moe", layer) for layer in range(config.layer_count)]
 
 
 def _ffn(model: Model) -> int:
@@ -85,6 +109,11 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         if name == "vocab_size" and settings.data.tokenizer_type == "NullTokenizer":
             continue  # it is the tokenizer's, which adds one
         asked = getattr(getattr(settings, subject), name)
+        if name == "moe_layer_freq":
+            asked, stated[name] = (
+                _with_experts(replace(settings.model, num_layers=config.layer_count)),
+                _have_experts(config),
+            )
         if asked != stated[name] and not (asked is False and stated[name] is None):
             raise UsageError(
                 f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {stated[name]}; leave the flag out"

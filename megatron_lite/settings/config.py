@@ -50,6 +50,16 @@ class Model:
     moe_router_pre_softmax: bool = flag(
         False, "weights of experts are a softmax over all of them, not over those chosen"
     )
+    moe_layer_freq: str | None = flag(None, "which layers have experts: every N-th, or [0]*1+[1]*3 (all)")
+    moe_router_score_function: str = flag(
+        "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "a bias for each expert in the choice, which balances without a loss"
+    )
+    moe_router_num_groups: int | None = flag(None, "groups of experts, the best of which a token chooses from")
+    moe_router_group_topk: int | None = flag(None, "how many of them")
+    moe_router_topk_scaling_factor: float | None = flag(None, "a factor on the weights of experts")
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of an expert that every token passes")
     moe_shared_expert_gate: bool = flag(False, "a gate on that one")
     vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
@@ -64,6 +74,11 @@ class Parallel:
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
+    context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",),
+        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
@@ -92,6 +107,9 @@ class Balance:
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "a coefficient for each of them")
     moe_z_loss_coeff: float = flag(0.0, "coefficient of a loss that keeps the router's logits small")
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "how far a step moves a router's bias of each expert, where it has one; 0: not at all"
+    )
     moe_router_dtype: str | None = flag(None, "in which routers compute (the model's)", choices=("fp32", "fp64"))
 
 
@@ -107,6 +125,7 @@ class Training:
     seq_length: int | None = flag(None, "tokens of a sequence (the model's positions, at most 4096)")
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
+    epochs: int | None = flag(None, "times through --finetune-data, instead of --train-iters")
     eval_interval: int = flag(1000, "steps between evaluations")
     eval_iters: int = flag(100, "batches of an evaluation; 0: none")
     exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
@@ -149,8 +168,9 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision; fp32 unless one is given"""
+    """Precision; fp32 unless one is given, and that of its checkpoint for finetune"""
 
+    fp32: bool = flag(False, "compute in fp32")
     bf16: bool = flag(False, "compute in bf16, with fp32 main weights and gradients")
     fp16: bool = flag(False, "compute in fp16, the same, with a scaled loss")
     loss_scale: float | None = flag(None, "constant loss scale (dynamic)")
@@ -184,8 +204,17 @@ class Data:
     valid_data_path: tuple[str, ...] | None = flag(None, "the same, for evaluation")
     test_data_path: tuple[str, ...] | None = flag(None, "the same, for the test at the end")
     finetune_data: tuple[str, ...] | None = flag(
-        None, "JSON lines of {prompt, completion} or {text}, whole examples packed into sequences"
+        None,
+        "files of examples: chats, instructions, prompts with completions, texts; as JSON lines, JSON arrays, parquet, plain text",
     )
+    valid_finetune_data: tuple[str, ...] | None = flag(None, "the same, for evaluation")
+    finetune_form: str | None = flag(
+        None, "the form of the records, where they have the fields of several",
+        choices=("messages", "conversations", "alpaca", "prompt", "text"),
+    )  # fmt: skip
+    finetune_turns: str = flag("all", "which of the assistant's turns are learned", choices=("all", "last"))
+    chat_template: str | None = flag(None, "file with a chat template (the tokenizer's own)")
+    show_sample: bool = flag(False, "print the first sample of --finetune-data, and what of it is learned")
     split: str | None = flag(None, "parts of --data-path for training, evaluation, test: 969,30,1")
     data_cache_path: str | None = flag(None, "where indices of samples are kept")
     mock_data: bool = flag(False, "random tokens")
@@ -196,6 +225,25 @@ class Data:
     reset_position_ids: bool = flag(False, "positions begin anew with each document")
     reset_attention_mask: bool = flag(False, "documents don't see each other")
     eod_mask_loss: bool = flag(False, "no loss on the ends of documents")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA; adapters are trained and saved, the model's weights stay as they are"""
+
+    lora_rank: int | None = flag(None, "train adapters of this rank")
+    lora_alpha: float | None = flag(None, "their products are multiplied with alpha / rank (2 x rank)")
+    lora_targets: tuple[str, ...] = flag(
+        ("all-linear",),
+        "modules that have one, by the ends of their names: q_proj, mlp.down_proj, linear_fc1, or all-linear",
+    )
+    lora_dropout: float = flag(0.0, "dropout of what adapters see")
+    lora_rslora: bool = flag(False, "divide alpha by the rank's square root")
+    lora_load: str | None = flag(None, "adapter to go on from, as peft saves it; it says rank, alpha and modules")
+
+    @property
+    def wanted(self) -> bool:
+        return self.lora_rank is not None or self.lora_load is not None
 
 
 @dataclass(frozen=True)
@@ -246,6 +294,7 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()
     given: frozenset[str] = frozenset()

@@ -34,8 +34,8 @@ def convert(
     layout_string: opt.LayoutString = None,
     split_rank: opt.SplitRank = None,
     encoder_pp: opt.EncoderPp = None,
-    ckpt_format: opt.CkptFormat = "torch",
-    transformer_impl: opt.TransformerImpl = "transformer_engine",
+    ckpt_format: opt.CkptFormat = None,
+    transformer_impl: opt.TransformerImpl = None,
     grouped_experts: opt.Grouped = False,
     config: opt.Config = None,
     dtype: opt.Dtype = None,
@@ -44,10 +44,10 @@ def convert(
     bf16: opt.Bf16 = False,
     fp16: opt.Fp16 = False,
     vocab_divisor: opt.VocabDivisor = None,
-    vocab_padding: opt.VocabPadding = "repeat",
+    vocab_padding: opt.VocabPadding = None,
     true_vocab_size: opt.TrueVocab = None,
     checkpoint_type: opt.CheckpointType = None,
-    max_shard_size: opt.MaxShardSize = "5GB",
+    max_shard_size: opt.MaxShardSize = None,
     quantize: opt.Quantize = None,
     dist_files: opt.DistFiles = None,
     base: opt.Base = None,
@@ -81,7 +81,7 @@ def convert(
     from megaconv.engine.ranks import started_ranks
     from megaconv.errors import UsageError
     from megaconv.model.layout import LayerSplit
-    from megaconv.options import LoadOptions, SaveOptions, adapter_choice, byte_size, checkpoint_types, numbers
+    from megaconv.options import LoadOptions, adapter_choice, byte_size, checkpoint_types, numbers, save_options
     from megaconv.registry import SAVERS
 
     if not saver:
@@ -97,11 +97,11 @@ def convert(
         layout_string,
         split_rank,
     )
-    save = SaveOptions(
+    save = save_options(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
         vocab_padding=vocab_padding, distributed_optimizer=distributed_optimizer, release=release,
-        max_shard_bytes=byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
+        max_shard_bytes=None if max_shard_size is None else byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base, quantize=quantize,
     )  # fmt: skip
     options = ConvertOptions(

@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import app, print_json
-from megaconv.terminal import show
+from megaconv.terminal import columns, folded, has_blocks, show
 
 EXAMPLES = """\b
 Examples:
@@ -24,7 +24,7 @@ class _WithOptionalGlob(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         filled: list[str] = []
-        for word, after in zip(args, [*args[1:], "--"], strict=True):
+        for word, after in zip(args, [*args, "--"][1:], strict=True):
             filled += [word, "*"] if word == "--tensors" and after.startswith("-") else [word]
         return super().parse_args(ctx, filled)
 
@@ -55,8 +55,10 @@ def inspect(
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
+    text_only: opt.TextOnly = False,
     option: opt.Option = None,
     check_source: opt.CheckSource = True,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
@@ -68,33 +70,30 @@ def inspect(
     from megaconv.hub import resolve
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
+    options = LoadOptions(config, true_vocab_size, optimizer=False, text_only=text_only, extra=opt.extra(option))
     place = resolve(path, metadata_only=not stats)
     found: Any = replace(look(place, options, loader, check_source=check_source), path=path)
     shown: list[Any] = []
+    width = columns()
     if any((tree, tensors is not None, layout, stats, megatron_args, html)):
         from megaconv.commands.views.requested import Asked, Subject, views
 
-        asked = Asked(tree, tensors, layout, stats, megatron_args, html)
-        shown = views(Subject(path, place, found, options), asked, blocks=_has_blocks())
+        asked = Asked(tree, tensors, layout, stats, megatron_args, html, quiet)
+        shown = views(Subject(path, place, found, options), asked, blocks=has_blocks(), columns=width)
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
-        for line in (line for view in shown for line in view.lines):
+        for line in (piece for view in shown for whole in view.lines for piece in folded(whole, width)):
             show(line)
         for note in (note for view in shown for note in view.notes):
             show(f"megaconv: {note}", sys.stderr)
     else:
         lines = list(found.lines())
-        width = max(len(label) for label, _ in lines)
+        labels = max(len(label) for label, _ in lines)
         for label, text in lines:
-            show(f"{label:<{width}}  {text}")
+            for line in folded(f"{label:<{labels}}  {text}", width, labels + 2):
+                show(line)
     _end_if_changed(path, found)
-
-
-def _has_blocks() -> bool:
-    """Whether stdout can show block characters."""
-    return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def _end_if_changed(path: str, found: Any) -> None:

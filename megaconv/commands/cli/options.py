@@ -1,5 +1,6 @@
 """Options of the commands, with their help texts and with the spellings of Megatron-LM's own converter."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,26 @@ TrueVocab = Annotated[
 ]
 Source = Annotated[str | None, typer.Argument(metavar="[SRC]", help="The input, as --load-dir has it.")]
 Target = Annotated[str | None, typer.Argument(metavar="[DST]", help="The output directory, as --save-dir has it.")]
+
+
+def _quiet_downloads(quiet: bool) -> bool:
+    """The Hub's client shows bars of its own, unless its environment says otherwise before it is imported."""
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return quiet
+
+
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print neither progress nor a summary; warnings and errors alone.")
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        callback=_quiet_downloads,
+        help="Print neither progress nor a summary; warnings and errors alone.",
+    ),
+]
+NoProgress = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_quiet_downloads, help="Show no progress; the result is printed.")
 ]
 LoadDir = Annotated[
     str | None,
@@ -129,12 +148,15 @@ EncoderPp = Annotated[
 ]
 
 CkptFormat = Annotated[
-    str, typer.Option("--ckpt-format", help="Format of a Megatron core output: torch, torch_dist or zarr.")
+    str | None,
+    typer.Option("--ckpt-format", help="Format of a Megatron core output: torch (by default), torch_dist or zarr."),
 ]
 TransformerImpl = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--transformer-impl", "--saver-transformer-impl", help="Names of a core output: transformer_engine or local."
+        "--transformer-impl",
+        "--saver-transformer-impl",
+        help="Names of a core output: transformer_engine (by default) or local.",
     ),
 ]
 Grouped = Annotated[
@@ -173,8 +195,8 @@ VocabDivisor = Annotated[
     ),
 ]
 VocabPadding = Annotated[
-    str,
-    typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again) or `zero`."),
+    str | None,
+    typer.Option("--vocab-padding", help="Fill padding rows by `repeat` (the last row again; by default) or `zero`."),
 ]
 CheckpointType = Annotated[
     str | None,
@@ -190,7 +212,9 @@ Quantize = Annotated[
         help="fp8-block: store weights of attention, MLP and experts of an hf output in FP8, with a scale for each 128 by 128. Lossy.",
     ),
 ]
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output.")]
+MaxShardSize = Annotated[
+    str | None, typer.Option("--max-shard-size", help="Largest safetensors file of an hf output; 5GB by default.")
+]
 DistFiles = Annotated[
     int | None,
     typer.Option(

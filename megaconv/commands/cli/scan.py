@@ -15,9 +15,10 @@ def scan(
     path: Annotated[str, typer.Argument(help="A directory, a file, or a Hub id.", metavar="PATH")],
     as_json: opt.Json = False,
 ) -> None:
-    """List what would run code, and every fault of every file, without loading anything.
+    """List what would run code, and files whose structure is damaged, without loading anything.
 
     Every class and function that a pickle names is judged: `ordinary`, `named` (not known, and not called) or `unsafe`.
+    Pickles, headers, indices and configurations are read, the values of tensors are not: `megaconv verify` compares those.
     Exit status 0: neither; 3: faults; 6: something would run code in a program that trusts it.
     """
     from megaconv.commands.scanning import scan as run

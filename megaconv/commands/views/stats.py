@@ -10,14 +10,25 @@ _PLAIN_BARS = " .:-=+*#@"
 _SHOWN_BINS = 16
 
 
-def lines(found: Mapping[str, Statistics], *, blocks: bool = True) -> Iterator[str]:
-    """For people: a line for each tensor."""
+def lines(found: Mapping[str, Statistics], *, blocks: bool = True, columns: int | None = None) -> Iterator[str]:
+    """For people: a line for each tensor; where that is wider than so many columns, one for its name and one for its values."""
     width = max(map(len, found), default=0)
-    yield f"{'':<{width}}  {'mean':>10} {'std':>10} {'min':>10} {'max':>10} {'zeros':>7}  histogram"
+    heading = f"{'mean':>10} {'std':>10} {'min':>10} {'max':>10} {'zeros':>7}  histogram"
+    if columns is not None and width + 2 + len(heading) + _SHOWN_BINS - len("histogram") > columns:
+        yield heading
+        for name, stats in found.items():
+            yield name
+            yield _values(stats, blocks)
+        return
+    yield f"{'':<{width}}  {heading}"
     for name, stats in found.items():
-        numbers = " ".join(f"{value:>10.3g}" for value in (stats.mean, stats.std, stats.minimum, stats.maximum))
-        zeros = f"{100 * stats.zeros / stats.elements:.1f}%" if stats.elements else "-"
-        yield f"{name:<{width}}  {numbers} {zeros:>7}  {_bars(stats, blocks)}{_not_numbers(stats)}"
+        yield f"{name:<{width}}  {_values(stats, blocks)}"
+
+
+def _values(stats: Statistics, blocks: bool) -> str:
+    numbers = " ".join(f"{value:>10.3g}" for value in (stats.mean, stats.std, stats.minimum, stats.maximum))
+    zeros = f"{100 * stats.zeros / stats.elements:.1f}%" if stats.elements else "-"
+    return f"{numbers} {zeros:>7}  {_bars(stats, blocks)}{_not_numbers(stats)}"
 
 
 def _not_numbers(stats: Statistics) -> str:

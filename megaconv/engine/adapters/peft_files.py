@@ -143,13 +143,13 @@ def read_config(path: Path) -> AdapterConfig:
         return AdapterConfig(
             _rank(raw["r"]),
             _number(raw["lora_alpha"]),
-            bool(raw.get("use_rslora")),
-            bool(raw.get("use_dora")),
+            _flag(raw, "use_rslora"),
+            _flag(raw, "use_dora"),
             {_pattern(key): _rank(value) for key, value in (raw.get("rank_pattern") or {}).items()},
             {_pattern(key): _number(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
-            tuple(map(str, raw.get("target_parameters") or ())),
-            bool(raw.get("ensure_weight_tying")),
-            str(raw.get("base_model_name_or_path") or ""),
+            _names(raw, "target_parameters"),
+            _flag(raw, "ensure_weight_tying"),
+            _text(raw, "base_model_name_or_path"),
             _dropout(raw.get("lora_dropout") or 0.0),
         )
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
@@ -189,6 +189,27 @@ def _rank(value: Any) -> int:
     if not isinstance(value, int):
         raise ValueError(f"{value!r} is no rank")
     return int(_number(value))
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if not isinstance(value, (bool, type(None))):
+        raise ValueError(f"{key} {value!r} is neither true nor false")
+    return bool(value)
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    if not isinstance(value, (str, type(None))):
+        raise ValueError(f"{key} {value!r} is no text")
+    return value or ""
+
+
+def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = raw.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key} {value!r} is no list of names")
+    return tuple(value)
 
 
 def _pattern(text: str) -> str:

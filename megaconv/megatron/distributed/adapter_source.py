@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 def is_adapter(tensors: Mapping[str, ChunkedTensor]) -> bool:
     """Whether a distributed checkpoint holds an adapter alone, by its names."""
-    names = list(model_tensors(tensors))
+    names = list(model_tensors(tensors)[0])
     return bool(names) and all(ADAPTER in name for name in names)
 
 
@@ -111,7 +111,7 @@ def _pairs(
     version: Path, tensors: Mapping[str, ChunkedTensor], weights: Mapping[str, NativeTensor], settings: Settings
 ) -> Iterator[Pair]:
     matrices: dict[tuple[str, str], dict[str, LazyTensor]] = {}
-    named = {name: tensor for name, tensor in model_tensors(tensors).items() if EXTRA_STATE not in name}
+    named = {name: tensor for name, tensor in model_tensors(tensors)[0].items() if EXTRA_STATE not in name}
     if any(".experts." in name for name in named):
         raise UnsupportedInput(
             f"{version}: has adapters of experts, whose tensors Megatron-Bridge has saved in several ways; they are not translated"

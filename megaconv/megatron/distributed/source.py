@@ -82,10 +82,12 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     if not options.metadata_only:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
-    weights: Weights = dict(unstack(model_tensors(tensors)))
+    inside, beside = model_tensors(tensors)
+    weights: Weights = dict(unstack(inside))
     ranks = Ranks(
-        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE}
-    )
+        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE},
+        {rank: dict(beside)},
+    )  # fmt: skip
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     stored = has_optimizer(tensors) or has_optimizer(directory.objects())
     if stored and writer == NEMO:

@@ -163,7 +163,7 @@ def read_scheduler(state: Mapping[str, Any]) -> dict[str, Any] | None:
     found = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     if not isinstance(found, dict) or "num_steps" not in found:
         return None
-    plain = {str(name): value for name, value in found.items() if isinstance(value, (int, float, str))}
+    plain = {str(name): value for name, value in found.items() if isinstance(value, (int, float, str, type(None)))}
     return {_PRESENT_NAMES.get(name, name): value for name, value in plain.items()}
 
 

@@ -27,6 +27,10 @@ NO_SCHEDULER = (
     "the source has no scheduler's state (opt_param_scheduler), without which Megatron-LM's training script doesn't load the "
     "optimizer either: start it with --no-load-optim"
 )
+OTHER_SCHEDULER = (
+    "how the source's learning rate went on is not what Megatron's scheduler keeps: start the run with "
+    "--override-opt-param-scheduler and settings of its own, which then go on from the samples seen"
+)
 
 _PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)
 
@@ -85,8 +89,14 @@ def output_training(header: Header, layout: Layout, *, keeps_rng: bool, distribu
             "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
         )
     rng = _written(training.rng) if keeps_rng and layout == header.layout else {}
-    notices = () if rng else (NO_RNG,)
-    return OutputTraining(training, writer, rng, notices + (() if training.scheduler else (NO_SCHEDULER,)))
+    notices = (*(() if rng else (NO_RNG,)), *_scheduler_notices(training))
+    return OutputTraining(training, writer, rng, notices)
+
+
+def _scheduler_notices(training: TrainingState) -> tuple[str, ...]:
+    if not training.scheduler:
+        return (NO_SCHEDULER,)
+    return (OTHER_SCHEDULER,) if None in training.scheduler.values() else ()
 
 
 def _written(rng: Mapping[tuple[int, int, int], Any]) -> dict[tuple[int, int, int], Any]:

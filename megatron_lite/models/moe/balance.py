@@ -5,6 +5,7 @@ With T tokens, E experts of which k are chosen, f_e tokens whose best k scores i
 as megatron/core/transformer/moe/moe_utils.py has them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,17 @@ class Balance:
     """Of this microbatch in the step's loss: what gradients of these losses are multiplied with."""
     logged: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """By name and layer, before the coefficient; the same again when a layer is computed again."""
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, how many of this rank's tokens went to each expert: int64 [experts]; likewise."""
+
+
+def tokens_by_layer(balances: Iterable[Balance]) -> dict[int, Tensor]:
+    """The sums over several passes."""
+    found: dict[int, Tensor] = {}
+    for balance in balances:
+        for layer, tokens in balance.tokens.items():
+            found[layer] = found[layer] + tokens if layer in found else tokens
+    return found
 
 
 class _Join(torch.autograd.Function):

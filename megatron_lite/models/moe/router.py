@@ -1,4 +1,12 @@
-"""Which experts a token goes to, and with which weights: softmax over those that were chosen, or over all of them before."""
+"""Which experts a token goes to, and with which weights.
+
+| scores    | chosen by                     | weights of the chosen                                             |
+|-----------|-------------------------------|-------------------------------------------------------------------|
+| softmax   | logits                        | softmax over the chosen, or (not renormalized) over all experts   |
+| sigmoid   | sigmoid(logits) + expert_bias | sigmoid, without the bias, divided by their sum where renormalized |
+
+With groups of experts, only those of a token's best groups can be chosen.
+"""
 
 from typing import ClassVar
 
@@ -14,32 +22,61 @@ from megatron_lite.parallel.kinds import Kind
 class Router(nn.Module):
     """Source of the steps: topk_routing_with_score_function of megatron/core/transformer/moe/moe_utils.py."""
 
-    kinds: ClassVar = {"weight": Kind.OF_TOKENS}
+    kinds: ClassVar = {"weight": Kind.OF_TOKENS, "bias": Kind.OF_TOKENS, "expert_bias": Kind.UNTRAINED}
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         experts = plan.config.experts
         self.layer, self.experts, self.ranks, self.options = layer, experts, plan.ranks, plan.options.balance
         self.weight = nn.Parameter(torch.empty(experts.count, plan.config.hidden))
+        self.bias = nn.Parameter(torch.empty(experts.count)) if plan.config.mlp.bias else None
+        free = torch.empty(experts.count, dtype=torch.float32)
+        self.expert_bias = nn.Parameter(free, requires_grad=False) if experts.router_bias else None
 
     def forward(self, x: Tensor, batch: int, balance: Balance | None) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden], batch of them at each place of the sequence -> (weights [tokens, k] in x's dtype, experts int64)."""
         dtype = getattr(torch, self.options.router_dtype) if self.options.router_dtype else x.dtype
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if balance is not None:
             logits = self._z_loss(logits, balance)
-        k = self.experts.per_token
-        if self.experts.renormalize:
-            best = logits.topk(k, -1)
-            weights = best.values.softmax(-1, torch.float32)
-        else:
-            best = logits.softmax(-1, torch.float32).topk(k, -1)
-            weights = best.values
+        sigmoid = self.experts.score == "sigmoid"
+        weights, chosen = self._of_sigmoid(logits) if sigmoid else self._of_softmax(logits)
         if self.experts.scale is not None:
             weights = weights * self.experts.scale
         if balance is not None:
+            balance.tokens[self.layer] = torch.bincount(chosen.flatten(), minlength=self.experts.count)
             weights = self._balanced(weights, logits, batch, balance)
-        return weights.to(x.dtype), best.indices
+        return weights.to(x.dtype), chosen
+
+    def _of_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.experts.renormalize:
+            chosen = self._best(logits)
+            return logits.gather(1, chosen).softmax(-1, torch.float32), chosen
+        probabilities = logits.softmax(-1, torch.float32)
+        chosen = self._best(probabilities)
+        return probabilities.gather(1, chosen), chosen
+
+    def _of_sigmoid(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.float().sigmoid()
+        chosen = self._best(scores if self.expert_bias is None else scores + self.expert_bias)
+        weights = scores.gather(1, chosen)
+        return _normalized(weights) if self.experts.renormalize else weights, chosen
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """int64 [tokens, k]: the experts of the highest scores [tokens, experts], without a gradient."""
+        scores, experts = scores.detach(), self.experts
+        if experts.groups and experts.group_topk and experts.group_topk < experts.groups:
+            grouped = scores.view(len(scores), experts.groups, -1)
+            of_group = grouped.topk(max(1, experts.per_token // experts.group_topk), -1).values.sum(-1)
+            allowed = torch.zeros_like(of_group).scatter(1, of_group.topk(experts.group_topk, -1).indices, 1).bool()
+            scores = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores.topk(experts.per_token, -1).indices
+
+    def move_bias(self, tokens: Tensor) -> None:
+        """After a step in which so many tokens of all ranks went to each expert: busy ones are chosen less, idle ones more."""
+        assert self.expert_bias is not None
+        wide = tokens.float()
+        self.expert_bias.data += self.options.bias_rate * torch.sign(wide.mean() - wide)
 
     def _z_loss(self, logits: Tensor, balance: Balance) -> Tensor:
         coefficient = self.options.z_loss
@@ -50,7 +87,11 @@ class Router(nn.Module):
         return join(logits, found, coefficient * balance.share)
 
     def _balanced(self, weights: Tensor, logits: Tensor, batch: int, balance: Balance) -> Tensor:
-        probabilities = logits.softmax(-1, torch.float32)
+        """Balancing losses know neither the bias nor groups."""
+        if not self.options.losses:
+            return weights
+        sigmoid = self.experts.score == "sigmoid"
+        probabilities = _normalized(logits.float().sigmoid()) if sigmoid else logits.softmax(-1, torch.float32)
         for kind, coefficient in self.options.losses:
             if kind == "aux_loss":
                 found = load_balancing(probabilities, self.experts.per_token, self.ranks)
@@ -59,3 +100,8 @@ class Router(nn.Module):
             balance.logged[kind, self.layer] = found.detach()
             weights = join(weights, found, coefficient * balance.share)
         return weights
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    """So that each row's sum is 1."""
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)

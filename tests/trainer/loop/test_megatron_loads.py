@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import megaconv
+from formats import torch_zip
 from tests.megatron_oracle import Megatron
-from tests.trainer.loop.launches import LLAMA, TIED, train
+from tests.trainer.loop.launches import LLAMA, MIXTRAL, TIED, train
 
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,8 @@ DP2 = "--use-distributed-optimizer --tensor-model-parallel-size 2"
     ids=["untied", "tied"],
 )
 def test_megatron_core_loads_weights_and_optimizer_strictly(model: str, words: str, tp: int, tmp_path: Path) -> None:
-    """Saved at TP2 PP2, or TP2 DP2 with a distributed optimizer; loaded at TP1 and TP2."""
+    """Saved at TP2 PP2, or TP2 DP2 with a distributed optimizer; loaded at TP1 and TP2. Without a warm-up, while the rate falls."""
+    words += " --lr-warmup-iters 0 --lr-decay-iters 7"
     command = f"pretrain {model} --train-iters 3 --save ckpt --bf16 --ckpt-format torch_dist --transformer-impl local"
     train(tmp_path, 4, f"{command} {words}")
     meeting = str(tmp_path / "meeting")
@@ -59,3 +61,44 @@ def test_megatron_core_and_transformers_compute_the_same_from_a_trained_checkpoi
         for name in ("ckpt", "ranks"):
             found = megatron.logits(tmp_path / name, tokens)[..., :60]
             assert (found - expected).abs().max().item() < 1e-4, name
+
+
+@pytest.mark.slow
+def test_megatron_core_computes_with_the_rank_files_of_a_mixture(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    words = "--pp 2 --ep 2 --ckpt-format torch --transformer-impl local"
+    train(tmp_path, 4, f"pretrain {MIXTRAL} --train-iters 2 --save ckpt {words}")
+    megaconv.convert(tmp_path / "ckpt", tmp_path / "hf", saver="hf")
+    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(tokens).logits
+    (tmp_path / "megatron").mkdir()
+    with Megatron(tmp_path / "megatron") as megatron:
+        found = megatron.logits(tmp_path / "ckpt", tokens)[..., :60]
+    assert (found - expected).abs().max().item() < 1e-4
+
+
+def test_the_optimizer_of_experts_is_listed_as_megatron_lists_it(tmp_path: Path) -> None:
+    """Megatron's own files hold two optimizers: groups, settings, numbers of parameters, masters."""
+    fixture = ROOT / "tests" / "fixtures" / "core-te-mixtral-optim-ep2" / "checkpoint" / "iter_0000002"
+    train(tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 2 --save ckpt --ep 2 --bf16 --ckpt-format torch")
+    for rank in ("mp_rank_00_000", "mp_rank_00_001"):
+        ours, theirs = (
+            torch_zip.read(version / rank / "model_optim_rng.pt")["optimizer"]
+            for version in (tmp_path / "ckpt" / "iter_0000002", fixture)
+        )
+        assert len(ours) == len(theirs) == 2
+        for our, their in zip(ours, theirs, strict=True):
+            assert our.keys() == their.keys()
+            groups = [[set(group) for group in one["optimizer"]["param_groups"]] for one in (our, their)]
+            assert groups[0] == groups[1]
+            kinds = [
+                [(group["is_expert_parallel"], group["wd_mult"]) for group in one["optimizer"]["param_groups"]]
+                for one in (our, their)
+            ]
+            assert kinds[0] == kinds[1]
+            counts = [len(group["params"]) for group in our["optimizer"]["param_groups"]]
+            assert [len(masters) for masters in our["fp32_from_fp16_params"]] == counts
+            assert sorted(our["optimizer"]["state"]) == list(range(sum(counts)))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,60 @@ from tests.trainer.loop.test_runs import metrics
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
 COMMAND = (
-    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 "
+    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-decay-iters 7 "
     "--train-iters 4 --log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 "
     "--make-vocab-size-divisible-by 4 --transformer-impl local"
 )
 LAYOUTS = [(2, "--ep 2 --use-distributed-optimizer --exit-interval 2"), (2, "--pp 2")]
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> Path:
-    """A directory with `hf` in it: dense layers 0 and 2, experts in 1 and 3."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 40,
+    "norm_topk_prob": True, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 4, "mlp_only_layers": [0, 2]},
+    "Glm4Moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+    },
+    "GptOss": {"num_local_experts": 4, "sliding_window": 5},
+}
+"""Dense layers here and there, and a dense one first; the latter's routers have biases, which no gradient moves."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("Qwen3Moe", marks=pytest.mark.slow),
+        "Glm4Moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GptOss", "DeepseekV3")),
+    ]
+)
+def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A directory with `hf` in it."""
     import transformers
 
     torch.manual_seed(5)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        max_position_embeddings=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=40,
-        mlp_only_layers=[0, 2], norm_topk_prob=True, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
+    config = getattr(transformers, f"{request.param}Config")(**{**SIZES, **MODELS[request.param]})
+    getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
     return tmp_path
 
 

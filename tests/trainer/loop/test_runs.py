@@ -115,6 +115,35 @@ def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
 
 
+CONTEXT_LAYOUTS = [
+    (4, "--cp 2 --tp 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
+    (2, "--cp 2 --cp-comm-type a2a --use-distributed-optimizer --ckpt-format torch --exit-interval 4"),
+    (4, "--cp 2 --pp 2 --cp-comm-type all_gather --recompute-granularity selective --exit-interval 6"),
+    (1, ""),
+]
+
+
+def test_a_run_whose_sequences_are_shared_goes_on_at_any_other_layout(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 8 --resume --save ckpt"
+    train(tmp_path / "one", 1, command)
+    for size, words in CONTEXT_LAYOUTS:
+        train(tmp_path / "moved", size, f"{command} {words}")
+    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    assert sorted(one) == sorted(moved) == list(range(1, 9))
+    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
+    diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
+    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--cp 4", "--cp 2 --tp 2 --sequence-parallel", "--cp 2 --pp 2", "--cp 2"])
+def test_a_killed_run_whose_sequences_are_shared_gives_the_bits_of_one_that_was_not(words: str, tmp_path: Path) -> None:
+    command = f"{COMMAND} {words} --use-distributed-optimizer --async-save --bf16"
+    train(tmp_path / "whole", 4, command)
+    kill_and_resume(tmp_path / "killed", 4, command, 1.5 + random.random() * 2)
+    assert files(tmp_path / "killed" / "ckpt") == files(tmp_path / "whole" / "ckpt")
+
+
 EXPERT_LAYOUTS = [
     (4, "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
     (4, "--pp 2 --ep 2 --use-distributed-optimizer --exit-interval 4"),
@@ -139,13 +168,26 @@ def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_pa
 
 
 def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt --ep 2 --use-distributed-optimizer --bf16"
-    train(tmp_path / "whole", 2, command)
-    train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
-    train(tmp_path / "parts", 2, command)
+    """The whole run is saved in one format, the parts in the other: a file for each rank that holds the first copy of experts."""
+    words = "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --bf16"
+    command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt {words}"
+    train(tmp_path / "whole", 4, command)
+    train(tmp_path / "parts", 4, f"{command} --ckpt-format torch --exit-interval 2")
+    train(tmp_path / "parts", 4, f"{command} --ckpt-format torch")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
     prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
     assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
+    assert prints[0].optimizer is not None
+    ranks = {path.name for path in (tmp_path / "parts" / "ckpt" / "iter_0000004").iterdir()}
+    assert ranks == {"mp_rank_00_000", "mp_rank_01_001"}
+
+
+def test_too_few_rank_files_for_the_tensor_ranks_are_refused(tmp_path: Path) -> None:
+    running = launch(
+        tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch --tp 2 --sequence-parallel"
+    )
+    assert running.wait() == [2, 2]
+    assert "etp x ep = 1 x 1 = 1, too few for the parts of tp = 2 ranks; take --ep 2 or more" in running.logs()
 
 
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tests.test_architecture import fail_at, imports, modules
 FILES = dict(modules("megatron_lite"))
 ROOM = "megatron_lite.parallel."
 GROUPS_AND_COLLECTIVES = {f"{ROOM}comm", f"{ROOM}grid"}
-OF_A_LAYER = {f"{ROOM}comm", f"{ROOM}tensor", f"{ROOM}kinds"}
+OF_A_LAYER = {f"{ROOM}comm", f"{ROOM}tensor", f"{ROOM}kinds", f"{ROOM}payload", f"{ROOM}context"}
 """What of the parallel core a model is made with."""
 
 

@@ -12,7 +12,6 @@ from megaconv.families import family
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.models.attention import Documents, attend, window_mask
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.rng import mix
 from tests.trainer.parallel.small import (
@@ -25,27 +24,11 @@ from tests.trainer.parallel.small import (
     batches,
     make_engine,
     own_batches,
+    saved_bytes,
     step,
     weights_of,
 )  # fmt: skip
 from tests.trainer.parallel.worlds import World
-
-
-def heads(count: int, length: int = 12, batch: int = 2) -> torch.Tensor:
-    return torch.randn(length, batch, count, 8, generator=torch.Generator().manual_seed(count))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_documents_are_what_a_block_mask_makes_of_them(window: int | None) -> None:
-    q, k, v = heads(4), heads(2), heads(2) * 2
-    documents = Documents(((5, 7), (12,)))
-    found = attend(q, k, v, documents=documents, window=window)
-    number = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
-    mask = (number[:, :, None] == number[:, None, :]) & window_mask(12, window or 12, q.device)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).permute(2, 0, 1, 3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_packed_documents_are_as_if_each_was_alone() -> None:
@@ -147,31 +130,13 @@ def test_what_is_computed_again_is_the_same_bits(
 
 
 def test_recomputing_keeps_less() -> None:
-    kept = {
-        mode.granularity: saved_bytes(Case("llama", recompute=mode)) for mode in (Case().recompute, SELECTIVE, FULL)
-    }
+    kept = {mode.granularity: kept_bytes(Case("llama", recompute=mode)) for mode in (Case().recompute, SELECTIVE, FULL)}
     assert kept["full"] < 0.5 * kept["selective"]
     assert kept["selective"] < 0.85 * kept[None]
 
 
-def saved_bytes(case: Case) -> int:
-    """What autograd keeps of one forward pass, parameters apart, each storage once."""
-    engine = make_engine(case)
-    parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
-    storages: dict[int, int] = {}
-    held: list[torch.Tensor] = []  # so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
-
-    batch = next(batches(case, 0))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.chunks[0](None, batch, None)
-    return sum(storages.values())
+def kept_bytes(case: Case) -> int:
+    return saved_bytes(make_engine(case), next(batches(case, 0)))
 
 
 def test_dropout_draws_anew_for_every_step_microbatch_and_place() -> None:

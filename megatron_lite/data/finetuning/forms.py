@@ -1,0 +1,198 @@
+"""The forms that a record of finetuning data may have: one line of a table each, and what its fields mean.
+
+| form | fields | by |
+|---|---|---|
+| messages | `messages` of {role, content}; `tools` | OpenAI |
+| conversations | `conversations` of {from, value}; `system`, `tools` | ShareGPT |
+| alpaca | `instruction`, `output`; `input`, `system` | Stanford Alpaca |
+| prompt | `prompt` and `completion`, or `input` and `output` | |
+| text | `text` | |
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lite.data.encoding import BadRecord
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Text that is tokenized as it stands: `given` is not learned, `learned` is."""
+
+    given: str
+    learned: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Goes through the tokenizer's chat template; the assistant's turns are learned."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """As chat templates want them: role, content, and what else a message has."""
+    tools: Sequence[Any] | None = None
+    plain: Plain | None = None
+    """The same for a tokenizer without a template, where the form has a plain spelling."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A record has it when it has all of `fields`."""
+
+    name: str
+    fields: tuple[str, ...]
+    optional: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], Chat | Plain]
+    """From the record, without fields that are null. Raises BadRecord."""
+
+
+ROLES = {
+    "system": "system", "developer": "developer", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""Who speaks, as data sets call them -> as chat templates do."""
+
+
+def _messages(record: Mapping[str, Any]) -> Chat:
+    return Chat(_turns(record, "messages"), _tools(record))
+
+
+def _conversations(record: Mapping[str, Any]) -> Chat:
+    return Chat([*_system(record), *_turns(record, "conversations")], _tools(record))
+
+
+def _alpaca(record: Mapping[str, Any]) -> Chat:
+    asked, more, answer = _text(record, "instruction"), _text(record, "input"), _text(record, "output")
+    question = f"{asked}\n\n{more}" if more else asked
+    turns = [*_system(record), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    parts = [_text(record, "system"), f"### Instruction:\n{asked}", f"### Input:\n{more}" if more else ""]
+    return Chat(turns, plain=Plain("\n\n".join(part for part in (*parts, "### Response:\n") if part), answer))
+
+
+def _prompt(record: Mapping[str, Any]) -> Plain:
+    return Plain(_text(record, "prompt"), _text(record, "completion"))
+
+
+def _input(record: Mapping[str, Any]) -> Plain:
+    return Plain(_text(record, "input"), _text(record, "output"))
+
+
+def _whole(record: Mapping[str, Any]) -> Plain:
+    return Plain("", _text(record, "text"))
+
+
+FORMS = (
+    Form("messages", ("messages",), ("tools",), _messages),
+    Form("conversations", ("conversations",), ("system", "tools"), _conversations),
+    Form("alpaca", ("instruction", "output"), ("input", "system"), _alpaca),
+    Form("prompt", ("prompt", "completion"), (), _prompt),
+    Form("prompt", ("input", "output"), (), _input),
+    Form("text", ("text",), (), _whole),
+)
+"""The first that has all fields of another one comes before it."""
+
+OTHER_CONTENT = ("chosen", "rejected", "history")
+"""Fields that carry text in forms that finetuning doesn't read."""
+
+CONTENT = {name for form in FORMS for name in (*form.fields, *form.optional)} | set(OTHER_CONTENT)
+
+NAMES = tuple(dict.fromkeys(form.name for form in FORMS))
+
+
+@dataclass(frozen=True)
+class Reading:
+    example: Chat | Plain
+    unread: frozenset[str]
+    """Fields that aren't content: `id`, `source`."""
+
+
+def read_record(record: Mapping[str, Any], wanted: str | None = None) -> Reading:
+    """wanted: name of the form, where records have the fields of several; the others' are not read then.
+
+    Raises BadRecord for one without a form, and for content that would be left out.
+    """
+    there = {name: value for name, value in record.items() if value is not None}
+    form = _form_of(there, wanted)
+    used = {*form.fields, *form.optional}
+    left_out = [name for name in there if name in CONTENT - used and there[name] not in ("", [])]
+    if left_out and wanted is None:
+        raise BadRecord(
+            f"has {_listed(form.fields)}, and {_listed(left_out)}, which would be left out; take away what is not meant, "
+            f"or name the form that is: --finetune-form {' | '.join(NAMES)}"
+        )
+    return Reading(form.read(there), frozenset(there.keys() - used))
+
+
+def _form_of(record: Mapping[str, Any], wanted: str | None) -> Form:
+    candidates = [form for form in FORMS if wanted in (None, form.name)]
+    for form in candidates:
+        if all(name in record for name in form.fields):
+            return form
+    if "chosen" in record and "rejected" in record:
+        raise BadRecord("is a pair of a chosen and a rejected answer, which finetuning doesn't read")
+    forms = "; ".join(dict.fromkeys(_listed(form.fields) for form in candidates))
+    raise BadRecord(f"has {_listed(record) or 'no fields'}, but not the fields of an example: {forms}")
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name, "")
+    if not isinstance(value, str):
+        raise BadRecord(f'its "{name}" should be text, found {type(value).__name__}')
+    return value
+
+
+def _system(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    text = _text(record, "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
+    tools = record.get("tools") or None
+    if isinstance(tools, str):  # as tables have it
+        try:
+            tools = json.loads(tools) or None
+        except ValueError as error:
+            raise BadRecord(f'its "tools" are not JSON: {error}') from error
+    if tools is not None and not isinstance(tools, list):
+        raise BadRecord('its "tools" should be a list')
+    return tools
+
+
+def _turns(record: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    turns = record[name]
+    if not isinstance(turns, list) or not turns:
+        raise BadRecord(f'its "{name}" should be a list of messages')
+    return [_message(turn, f'message {number} of its "{name}"') for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, where: str) -> Mapping[str, Any]:
+    """{role, content}, or ShareGPT's {from, value}, in either form."""
+    if not isinstance(turn, Mapping):
+        raise BadRecord(f"{where} should be an object")
+    rest = {key: value for key, value in turn.items() if value is not None}
+    role = rest.pop("role" if "role" in rest else "from", None)
+    content = rest.pop("content" if "content" in rest else "value", None)
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRecord(f"{where} is by {role!r}; there are {', '.join(ROLES)}")
+    if content is None and not rest:
+        raise BadRecord(f'{where} has no "content"')
+    if rest.pop("weight", 1) not in (1, True) or rest.pop("train", True) not in (1, True):
+        raise BadRecord(f"{where} has a weight of its own, which is not supported; end the conversation before it")
+    if isinstance(content, list):
+        content = "".join(_part(part, where) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise BadRecord(f"{where} should have text for its content, found {type(content).__name__}")
+    return {"role": ROLES[role], **({} if content is None else {"content": content}), **rest}
+
+
+def _part(part: Any, where: str) -> str:
+    """Of content that is a list: text alone."""
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type") in ("text", None):
+        text: str = part["text"]
+        return text
+    raise BadRecord(f"{where} has content that is not text")

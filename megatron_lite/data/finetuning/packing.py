@@ -1,0 +1,43 @@
+"""Which examples share a sample: whole ones, best fit by decreasing length within a window of the shuffled order."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW = 4096
+"""Examples that are packed together. All of them at once would put equal lengths side by side in training."""
+
+
+def epochs(members: NDArray[np.int64], sizes: NDArray[np.int64], room: int, seed: int) -> Iterator[list[list[int]]]:
+    """Epoch by epoch, without end: its samples, each the numbers of its examples. Every member is in each epoch once.
+
+    sizes: of every example, at most `room`, the tokens of a sample.
+    """
+    random = np.random.RandomState(seed)
+    while True:
+        order = random.permutation(members)
+        packs: list[list[int]] = []
+        for start in range(0, len(order), WINDOW):
+            window = order[start : start + WINDOW]
+            found = pack(window[np.argsort(-sizes[window], kind="stable")].tolist(), sizes, room)
+            packs += [found[number] for number in random.permutation(len(found))]
+        yield packs
+
+
+def pack(order: Sequence[int], sizes: NDArray[np.int64], room: int) -> list[list[int]]:
+    """Each example in turn goes where it leaves the least room, or into a new sample."""
+    packs: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # (room left, number of the sample), in order
+    for number in order:
+        size = int(sizes[number])
+        place = bisect_left(left, (size, 0))
+        if place < len(left):
+            free, chosen = left.pop(place)
+        else:
+            free, chosen = room, len(packs)
+            packs.append([])
+        packs[chosen].append(number)
+        insort(left, (free - size, chosen))
+    return packs

@@ -1,0 +1,105 @@
+"""A pass: everything that the parts of a model are to know of one microbatch on its way through them, made once for all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from megaconv.model.config import ModelConfig
+from megatron_lite.models import rng
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.cache import Cache
+from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models.rotary import Rotary
+from megatron_lite.parallel.context import ContextGroup
+
+
+class Packed:
+    """Where in the rows of a batch documents end that don't see each other.
+
+    A class of its own so that torch.compile, which would compile anew for other numbers, never looks into it.
+    """
+
+    def __init__(self, lengths: Sequence[Sequence[int]], device: torch.device) -> None:
+        """lengths: for each row those of its documents, which add up to the row."""
+        self.lengths = tuple(map(tuple, lengths))
+        each = list(chain.from_iterable(lengths))
+        ends = torch.tensor([0, *accumulate(each)], dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.cu_seqlens = ends.to(device, non_blocking=True)
+        """int32 [documents + 1], row after row: where each begins, and where the last one ends."""
+        self.longest = max(each)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Of one microbatch. Chunks of a rank that the microbatch passes one after another are handed the same one."""
+
+    tokens: Tensor
+    """int64 [batch, sequence]: this rank's part of the microbatch, as all that follows."""
+    labels: Tensor
+    """int64 [batch, sequence]"""
+    weights: Tensor | None
+    """float32 [batch, sequence]: how much each label counts; None: all 1."""
+    positions: Tensor
+    """int64 [sequence, batch or 1]"""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin of these positions, [sequence, batch or 1, 1, rotated / 2]; None where nothing rotates."""
+    packed: Packed | None = None
+    """Of whole rows; None: each is one document."""
+    context: ContextGroup | None = None
+    """The ranks that have the other parts of each row; None: this one has all of it."""
+    share: float = 0.0
+    """What the loss of each label is multiplied with to go backward from."""
+    seed: rng.Seed | None = None
+    """Of dropout; None: nothing is dropped."""
+    balance: Balance | None = None
+    """Of experts; None where nothing goes backward."""
+    cache: Cache | None = None
+    """Keys and values of the tokens before these; None: there are none."""
+
+
+class Passes:
+    """Makes them, with whatever depends on nothing but the length of a sequence made once."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, context: ContextGroup | None = None
+    ) -> None:
+        """context: the ranks that share each sequence. Raises NotExpressible for positions that there is no code for."""
+        self._device, self._context = device, context
+        self._rotary = Rotary(config, device, dtype) if config.positions.kind == "rope" else None
+        self._whole: dict[int, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
+
+    def make(
+        self,
+        batch: Microbatch,
+        *,
+        share: float = 0.0,
+        seed: rng.Seed | None = None,
+        balance: Balance | None = None,
+        cache: Cache | None = None,
+    ) -> Pass:
+        """batch: with whole sequences. share, seed, balance, cache: see Pass."""
+        positions, tables = self._places(batch)
+        weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
+        packed = None if batch.documents is None else Packed(batch.documents, self._device)
+        return Pass(
+            self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
+            share, seed, balance, cache,
+        )  # fmt: skip
+
+    def _own(self, x: Tensor, axis: int = 1) -> Tensor:
+        return x if self._context is None else self._context.own_part(x, axis)
+
+    def _places(self, batch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if batch.positions is not None:
+            return self._at(batch.positions.t())
+        length = batch.tokens.shape[1]
+        if length not in self._whole:
+            self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
+        return self._whole[length]
+
+    def _at(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        own = self._own(positions, 0)
+        return own, None if self._rotary is None else self._rotary.tables(own)

@@ -1,0 +1,153 @@
+"""Conversations: the tokens and masks of transformers, from templates with and without marks; what can't be right is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.errors import CorruptCheckpoint
+from megaconv.errors import UsageError
+from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.finetuning.chat import ChatTemplate
+from megatron_lite.data.finetuning.examples import ReadingOptions, read_examples
+from megatron_lite.data.finetuning.forms import Chat, read_record
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
+from tests.trainer.data.chat_templates import MARKED, THINKING, save_tokenizer, without_marks
+
+TURNS = [
+    {"role": "user", "content": "Where does the fox sleep? 北京 🎉"},
+    {"role": "assistant", "content": "The fox doesn't sleep: it jumps."},
+    {"role": "user", "content": " And the dog?"},
+    {"role": "assistant", "content": "naïve café\n\nIt sleeps! 🎉"},
+]
+TOOLS = [{"type": "function", "function": {"name": "jump", "description": "Jump.", "parameters": {"type": "object"}}}]
+CALLS = [
+    {"role": "user", "content": "Jump!"},
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "jump", "arguments": {}}]},
+    {"role": "tool", "content": "high"},
+    {"role": "assistant", "content": "It jumped."},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def loaded(directory: Path, template: str | None, **options: Any) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(str(save_tokenizer(directory, template, **options)))
+
+
+def chats(shape: str) -> list[Chat]:
+    system = {"role": "system", "content": "Answer in two languages."}
+    found = [Chat(TURNS), Chat([system, *TURNS]), Chat(TURNS[:3]), Chat(TURNS[:2])]
+    return [*found, Chat(CALLS, TOOLS), Chat(CALLS)] if shape == "qwen" else found
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("shape", MARKED)
+def test_ids_and_masks_are_those_of_transformers_with_marks_and_without(shape: str, tmp_path: Path) -> None:
+    marked = loaded(tmp_path / "marked", MARKED[shape])
+    bare = loaded(tmp_path / "bare", without_marks(MARKED[shape]))
+    assert bare.inner.chat_template != marked.inner.chat_template
+    for chat in chats(shape):
+        theirs = marked.inner.apply_chat_template(
+            list(chat.messages), tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert 0 < sum(theirs["assistant_masks"]) < len(theirs["input_ids"])
+        for tokenizer in (marked, bare):
+            ours = ChatTemplate(tokenizer).encode(chat)
+            assert ours.ids == theirs["input_ids"]
+            assert ours.learned == [bool(mark) for mark in theirs["assistant_masks"]]
+
+
+def test_the_end_of_a_turn_is_learned_and_the_line_break_behind_it_is_not(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path / "t", without_marks(MARKED["chatml"]))
+    ids, learned = ChatTemplate(tokenizer).encode(Chat(TURNS))
+    text = tokenizer.spelled([token for token, mark in zip(ids, learned, strict=True) if mark])
+    assert text == "The fox doesn't sleep: it jumps.<|im_end|>naïve café\n\nIt sleeps! 🎉<|im_end|>"
+
+
+def test_a_template_without_special_tokens_is_ended_by_the_end_of_the_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = loaded(tmp_path / "t", template)
+    ids, learned = ChatTemplate(tokenizer).encode(Chat(TURNS[:2]))
+    assert tokenizer.spelled([token for token, mark in zip(ids, learned, strict=True) if mark]).endswith(
+        "it jumps.\n</s>"
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_and_the_last_answer_can_be_had(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path / "t", THINKING)
+    with pytest.raises(BadRecord, match=r"--finetune-turns last learns .* --chat-template FILE"):
+        ChatTemplate(tokenizer).encode(Chat(TURNS))
+    ids, learned = ChatTemplate(tokenizer, turns="last").encode(Chat(TURNS))
+    assert tokenizer.spelled([token for token, mark in zip(ids, learned, strict=True) if mark]) == (
+        "<think>\n\n</think>\n\nnaïve café\n\nIt sleeps! 🎉<|im_end|>"
+    )
+    ChatTemplate(tokenizer).encode(Chat(TURNS[:2]))
+    ChatTemplate(tokenizer, MARKED["chatml"]).encode(Chat(TURNS))
+
+
+def test_sharegpt_and_alpaca_are_the_same_conversation(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path / "t", MARKED["chatml"])
+    names = {"user": "human", "assistant": "gpt"}
+    shared = {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in TURNS[:2]], "system": "S"}
+    alpaca = {"instruction": TURNS[0]["content"], "output": TURNS[1]["content"], "system": "S"}
+    parts = {"messages": [{"role": "system", "content": [{"type": "text", "text": "S"}]}, *TURNS[:2]]}
+    made = [ChatTemplate(tokenizer).encode(read_record(record).example) for record in (shared, alpaca, parts)]  # type: ignore[arg-type]
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        (MARKED["mistral"], [TURNS[1], TURNS[0]], "refuses it: roles must alternate"),
+        (MARKED["chatml"], TURNS[:1], "no message by the assistant"),
+        (without_marks(MARKED["chatml"]), TURNS[1:], "begins with the assistant's turn"),
+        ("{% for m in messages %}{{ m.content.nothing.more }}{% endfor %}", TURNS, "the chat template refuses it"),
+        ("{% generation %}{% endgeneration %}{{ messages }}", TURNS, "refuses it|nothing of it is marked"),
+    ],
+    ids=["roles", "no answer", "answer first", "undefined", "empty marks"],
+)
+def test_a_conversation_that_a_template_cannot_have_is_reported_with_its_line(
+    template: str, messages: list[Any], words: str, tmp_path: Path
+) -> None:
+    import json
+
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"\n{json.dumps({'messages': messages})}\n")
+    with pytest.raises(CorruptCheckpoint, match=rf"chats\.jsonl:2: .*({words})"):
+        read_examples([str(path)], loaded(tmp_path / "t", template))
+
+
+def test_without_a_template_a_chat_is_refused_with_what_to_do_and_alpaca_is_written_out(tmp_path: Path) -> None:
+    import json
+
+    chat, alpaca = tmp_path / "chat.jsonl", tmp_path / "alpaca.jsonl"
+    chat.write_text(json.dumps({"messages": TURNS}))
+    alpaca.write_text(json.dumps({"instruction": "Add.", "input": "1 2", "output": "3", "system": ""}))
+    tokenizer = loaded(tmp_path / "t", None, begins=True)
+    with pytest.raises(UsageError, match="has no chat template; give one: --chat-template FILE"):
+        read_examples([str(chat)], tokenizer)
+    with pytest.raises(UsageError, match="chats need a Hugging Face tokenizer"):
+        read_examples([str(chat)], NullTokenizer(10))
+    examples = read_examples([str(alpaca)], tokenizer)
+    assert examples.plain_chats == 1
+    assert tokenizer.spelled(examples.tokens.tolist()) == (
+        "<s>### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>"
+    )
+    assert tokenizer.spelled(examples.tokens[examples.learned].tolist()) == "3</s>"
+    with_template = read_examples([str(chat), str(alpaca)], tokenizer, ReadingOptions(chat_template=MARKED["chatml"]))
+    assert (len(with_template), with_template.plain_chats) == (2, 0)
+
+
+def test_begin_and_end_of_a_text_are_as_its_model_expects_and_never_doubled(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a fox"}\n{"text": "<s>a fox</s>"}\n{"prompt": "a", "completion": " fox"}\n')
+    for begins in (True, False):
+        tokenizer = loaded(tmp_path / str(begins), None, begins=begins)
+        examples = read_examples([str(path)], tokenizer)
+        bounds = examples.bounds
+        texts = [tokenizer.spelled(examples.tokens[bounds[k] : bounds[k + 1]].tolist()) for k in range(3)]
+        begin = "<s>" if begins else ""
+        assert texts == [f"{begin}a fox</s>", "<s>a fox</s>", f"{begin}a fox</s>"]
