@@ -21,6 +21,7 @@ from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import Kind, declared
 from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
@@ -77,7 +78,8 @@ class Engine:
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
         self._loss_names = plan.losses
-        self._passes = Passes(config, grid.device, self.dtype)
+        self._context = self._context_group()
+        self._passes = Passes(config, grid.device, self.dtype, self._context)
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
@@ -122,6 +124,10 @@ class Engine:
                     replace_parameter(module, info.name, nn.Parameter(zeros, requires_grad=False))
         if optimizer is not None:
             self._prepare_training(optimizer)
+
+    def _context_group(self) -> ContextGroup | None:
+        group = self.grid.group("cp")
+        return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid = self.grid
@@ -193,7 +199,7 @@ class Engine:
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])
-        for axis in ("tp", "dp"):
+        for axis in ("tp", "replicas"):
             comm.all_reduce(tokens, self.grid.group(axis))
         for router, counts in zip(routers, tokens, strict=True):
             router.move_bias(counts)
@@ -218,19 +224,29 @@ class Engine:
         return loss_sum, tokens
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
-        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective.
+        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
+        last = self.last_stage(batch, cache)
+        if last is None:
+            return None
+        chunk, hidden = last
+        with torch.no_grad():
+            own = chunk.logits((hidden,))
+        return own if self._context is None else self._context.whole(own, 1)
+
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
+        """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
 
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
-        run = self._passes.make(batch, cache=cache)
-        found: list[Tensor] = []
+        run = self.make_pass(batch, cache=cache)
+        found: list[tuple[ModelChunk, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]
             given: Payload = chunk(taken, run)
             if chunk.is_last:
-                found.append(chunk.logits(given))
+                found.append((chunk, given[0]))
             return given
 
         layout = self.grid.layout
@@ -250,30 +266,35 @@ class Engine:
         def forward(action: Action, taken: Payload) -> Payload:
             chunk, number = self.chunks[action.chunk], action.microbatch
             if number not in under_way:
-                under_way[number] = self._pass(microbatches[number], losses.share)
+                under_way[number] = self._training_pass(microbatches[number], losses.share)
             run = under_way.pop(number) if action.chunk == len(self.chunks) - 1 else under_way[number]
             given: Payload = chunk(taken, run)
             return (losses.add(*chunk.loss(given, run)),) if chunk.is_last else given
 
         Executor(self.grid, forward, self._arriving(microbatches[0])).run(actions, before_backward)
 
-    def _pass(self, batch: Microbatch, share: float) -> Pass:
+    def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
+        """For chunks that are called one by one: without dropout, and without a part in a step."""
+        return self._passes.make(batch, share=1.0, cache=cache)
+
+    def _training_pass(self, batch: Microbatch, share: float) -> Pass:
         if not torch.is_grad_enabled():
             return self._passes.make(batch, share=share)
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
-        seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
-        balance = Balance(share * batch.tokens.numel())
+        seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
+        balance = Balance(share * batch.tokens.numel() / self.grid.cp)
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
+        own = length // self.grid.cp
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, length)) if action.backward else chunk.takes(rows, length)
+            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
 
         return wires
 
@@ -326,6 +347,8 @@ class _LossSum:
     def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
         """As a chunk computed them; total comes back."""
         for row, name in enumerate(self.names):
+            if name not in found:
+                continue
             losses, weights = found[name]
             self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
             self.sums[row, 1] += weights.sum(dtype=torch.float64)
@@ -336,3 +359,4 @@ def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
     """The modules before which parameters have to be there."""
     yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
     yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
+    yield from chunk.mtp.layers if chunk.mtp is not None else ()

@@ -16,7 +16,7 @@ FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
 """Families whose config.json has Llama's words."""
-WITHOUT_CLASS = ("bailing_moe2",)
+WITHOUT_CLASS = ("bailing_moe2", "mimo")
 """Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
@@ -540,7 +540,7 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": window, "attention.qk_norm": name == "qwen3_moe"})
     if name != "gpt_oss":
         config = changed(
-            config, {"attention.qkv_bias": name in ("qwen2", "qwen2_moe"), "attention.qk_norm": name == "qwen3"}
+            config, {"attention.qkv_bias": name in ("qwen2", "qwen2_moe", "mimo"), "attention.qk_norm": name == "qwen3"}
         )
     windowed = draw(st.sets(st.integers(0, layers - 1)))
     if not windowed or (name == "llama" and len(windowed) == layers):

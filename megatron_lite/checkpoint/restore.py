@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.tensor import Box, LazyTensor, matrix_shape
+from formats.tensor import LazyTensor, matrix_shape
 from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
-from megatron_lite.checkpoint.weights import load_weights, read
+from megatron_lite.checkpoint.weights import load_weights, read_rows
 from megatron_lite.engine import Engine
 from megatron_lite.settings.config import Settings
 
@@ -89,6 +90,11 @@ def _check_base(settings: Settings, saved: Path | None) -> None:
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     _, source = open_source(place, None, LoadOptions())
+    if source.header.config.whole is not None:
+        name = named(source.header.config.whole.config)
+        raise NotExpressible(
+            f"{place}: {name} sees or hears, and only language models can be trained here; convert the one in it with --text-only"
+        )
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
     dropouts = read_dropouts(common, source.header.config.hf)
@@ -139,8 +145,6 @@ def read_range(
         for region in regions:
             row0, row1 = max(first, region.row), min(last, region.row + region.box.rows)
             if row0 < row1:
-                top = region.box.row0 + row0 - region.row
-                box = Box(top, top + row1 - row0, region.box.col0, region.box.col1)
                 into = out[row0 - first : row1 - first, region.col : region.col + region.box.cols]
-                into.copy_(read(tensor, box))
+                into.copy_(read_rows(tensor, region, row0 - region.row, row1 - region.row))
     return out.reshape(-1)[start - first * cols : end - first * cols]

@@ -81,7 +81,7 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
     engine.finish()
     found = tuple(_dist_shards(engine, chunk_places(engine, local=impl == "local"), with_optimizer))
-    objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
+    objects = {} if engine.grid.tp_rank or engine.grid.rank_along("replicas") else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     if not stacks_layers(engine.config):
         common = {**common, "content_metadata": {**common.get("content_metadata", {}), "non_homogeneous_layers": True}}
@@ -105,13 +105,15 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     infos = (info for chunk in engine.infos for info in chunk)
     for number, (info, (chunk, name, tensor)) in enumerate(zip(infos, engine.parameters(), strict=True)):
         place = placed[chunk][name]
-        if _is_turn(engine, info, number) and _is_ours(place, grid.tp_rank):
+        if _is_turn(engine, info, number) and _is_ours(info, grid.tp_rank):
             yield from shards(place, tensor.detach())
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
         place = placed[owned.chunk][owned.name]
-        if _is_ours(place, grid.tp_rank) and (engine.optimizer.distributed or _is_turn(engine, owned.info, number)):
+        if _is_ours(owned.info, grid.tp_rank) and (
+            engine.optimizer.distributed or _is_turn(engine, owned.info, number)
+        ):
             for slot, flat in _stored(engine, owned.tensors):
                 key = f"optimizer.state.{slot}.{place.key}"
                 yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
@@ -138,8 +140,8 @@ def _is_turn(engine: Engine, info: ParameterInfo, number: int) -> bool:
     return number % comm.size(grid.group(info.reduced_over)) == grid.rank_along(info.reduced_over)
 
 
-def _is_ours(place: Place, tp_rank: int) -> bool:
-    return not place.is_copy and (not place.replicated or tp_rank == 0)
+def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
+    return not info.is_copy and (not info.replicated or tp_rank == 0)
 
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
@@ -159,12 +161,19 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    found = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    found = [f"self_attention.{name}" for name in ("linear_proj", *_projections(config))]
     if config.has("dense", layer):
         found += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif config.experts.shared_ffn:
         found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
+
+
+def _projections(config: ModelConfig) -> tuple[str, ...]:
+    if not config.latent.kv_rank:
+        return ("linear_qkv",)
+    of_queries = ("linear_q_down_proj", "linear_q_up_proj") if config.latent.q_rank else ("linear_q_proj",)
+    return (*of_queries, "linear_kv_down_proj", "linear_kv_up_proj")
 
 
 def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
@@ -186,7 +195,7 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
         listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
         state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
     mixture = engine.config.experts.count > 0
-    if grid.rank_along("edp" if mixture else "dp"):
+    if grid.rank_along("edp" if mixture else "replicas"):
         return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
@@ -238,10 +247,11 @@ def _slot_names(engine: Engine) -> list[str]:
     """The same on every rank, also on one that owns nothing."""
     assert engine.optimizer is not None
     own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
-    if not engine.optimizer.distributed or engine.grid.dp == 1:
+    replicas = engine.grid.group("replicas")
+    if not engine.optimizer.distributed or replicas is None:
         return own
-    sharding: list[Any] = [None] * engine.grid.dp
-    dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
+    sharding: list[Any] = [None] * comm.size(replicas)
+    dist.all_gather_object(sharding, own, group=replicas)
     return next(names for names in sharding if names)
 
 

@@ -13,6 +13,7 @@ from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
 from megaconv.model.natives import NativeTensor
+from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
@@ -50,8 +51,17 @@ def fill(parameter: Tensor, native: NativeTensor, tensors: Mapping[str, LazyTens
         matrix[-native.padding_rows :] = 0
     for name, regions in native.parts.items():
         for region in regions:
-            piece = read(tensors[name], region.box)
-            matrix[region.row : region.row + region.box.rows] = piece
+            rows = region.box.rows
+            matrix[region.row : region.row + rows] = read_rows(tensors[name], region, 0, rows)
+
+
+def read_rows(tensor: LazyTensor, region: Region, first: int, last: int) -> Tensor:
+    """Rows first..last, counted from the region's first, as they lie in the tensor of a rank; of the dtype it has there."""
+    if region.halves:  # rows that a rank has together lie apart
+        whole = read(tensor, region.box)
+        return torch.cat((whole[::2], whole[1::2]))[first:last]
+    top, _, col0, col1 = region.box
+    return read(tensor, Box(top + first, top + last, col0, col1))
 
 
 def read(tensor: LazyTensor, box: Box) -> Tensor:

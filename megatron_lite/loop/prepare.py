@@ -55,7 +55,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     counts = _sample_counts(settings, sizes, progress)
     datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
-    grid = make_grid(sizes.layout, sizes.dp, place.device, experts=config.experts.count > 0)
+    grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
@@ -119,6 +119,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
+        context=settings.parallel.cp_comm_type[0],
         balance=_balancing(settings.balance), vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
 
@@ -195,7 +196,8 @@ def _introduce(run: Run, start: Start | None) -> None:
     parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
     assert run.engine.optimizer is not None
     model = f"{run.config.family}, {run.config.layer_count} layers of {run.config.hidden}, {run.engine.options.dtype}"
-    run.say(f"{run.place}; {sizes.layout}, DP {sizes.dp}")
+    context = f", CP {sizes.cp}" if sizes.cp > 1 else ""
+    run.say(f"{run.place}; {sizes.layout}{context}, DP {sizes.dp}")
     frozen = run.engine.options.lora is not None
     run.say(f"{model}; {parameters:,} parameters on this rank, {'frozen' if frozen else _bytes_each(run)}")
     if start is not None:

@@ -1,6 +1,7 @@
 """Causal attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -11,7 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.models.across import attend_across
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 
 def attend(
@@ -23,21 +26,47 @@ def attend(
     window: int | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
 
     Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
     tokens, of its own document. Where there are more keys than queries they are a cache's: key j is that of position j.
+    scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
     """
+    if run.context is not None:
+        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
     if len(k) != len(q):
-        return sdpa(q, k, v, seen(run.positions, len(k), window), dropout)
-    kernel = choose(backend, q, v)
+        return sdpa(q, k, v, seen(run.positions, len(k), window), dropout, scale, sinks)
+    kernel = choose(backend, q, v) if sinks is None else "sdpa"
     if run.packed is not None:
-        packed: Tensor = _packed(kernel, q, k, v, run.packed, window, dropout)
+        packed: Tensor = _packed(kernel, q, k, v, run.packed, window, dropout, scale, sinks)
         return packed
     if kernel == "flash":
-        return flash(q, k, v, window, dropout)
-    return sdpa(q, k, v, _narrow(len(q), window, q.device), dropout)
+        return flash(q, k, v, window, dropout, scale)
+    return sdpa(q, k, v, _narrow(len(q), window, q.device), dropout, scale, sinks)
+
+
+def _with_others(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: ContextGroup,
+    run: Pass,
+    window: int | None,
+    backend: str,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
+    if ranks.how != "a2a":
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks)
+        return across
+    q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
+    sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
+    here = replace(run, context=None)
+    return tokens_for_heads(attend(q, k, v, here, window=window, backend=backend, scale=scale, sinks=sinks), ranks)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:
@@ -55,14 +84,42 @@ def has_flash() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys]; None: all up to itself."""
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # else there is no kernel but the one that keeps all scores
+        v = F.pad(v, (0, q.shape[-1] - width))
+    if sinks is not None:
+        scale = scale or q.shape[-1] ** -0.5
+        mask = window_mask(len(q), len(q), q.device) if mask is None else mask
+        mask = F.pad(mask, (1, 0), value=True)
+        q, k, v = with_sink(q, k, v, sinks / scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return out.permute(2, 0, 1, 3)
+    return out.permute(2, 0, 1, 3)[..., :width]
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With one more key in front, whose product with q is `scores` [heads] and whose value is 0: a softmax with a sink by any kernel.
+
+    Heads get a further element for it, and zeros up to the next multiple of 8, which kernels on GPUs ask for.
+    """
+    more = 8 - q.shape[-1] % 8
+    marks = F.pad(scores.to(q.dtype)[:, None], (0, more - 1)).expand(*q.shape[:3], -1)
+    sink = F.pad(k.new_ones(1), (k.shape[-1], more - 1)).expand(1, *k.shape[1:3], -1)
+    keys = torch.cat((sink, F.pad(k, (0, more))))
+    return torch.cat((q, marks), -1), keys, F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0))
 
 
 def _narrow(length: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -83,13 +140,15 @@ def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
     return back >= 0 if window is None else (back >= 0) & (back < window)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, scale: float | None) -> Tensor:
     """flash-attn's kernel."""
     from flash_attn import flash_attn_func
 
     batch_first = (x.transpose(0, 1) for x in (q, k, v))
     back = _back(window)
-    out: Tensor = flash_attn_func(*batch_first, dropout_p=dropout, causal=True, window_size=back, deterministic=True)
+    out: Tensor = flash_attn_func(
+        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=True
+    )
     return out.transpose(0, 1)
 
 
@@ -99,20 +158,31 @@ def _back(window: int | None) -> tuple[int, int]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _packed(kernel: str, q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, dropout: float) -> Tensor:
+def _packed(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """One kernel for all documents where there is one, else one call for each: quicker than one with a block mask."""
     if kernel == "flash":
-        return _flash_packed(q, k, v, packed, window, dropout)
-    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]
+        return _flash_packed(q, k, v, packed, window, dropout, scale)
+    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and sinks is None
     if fits and not dropout and has_varlen():
-        return _varlen_packed(q, k, v, packed, window)
+        return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
     for row, lengths in enumerate(packed.lengths):
         ends = list(accumulate(lengths))
         pieces = []
         for start, end in zip([0, *ends], ends, strict=False):
             part = slice(start, end), slice(row, row + 1)
-            pieces.append(sdpa(q[part], k[part], v[part], _narrow(end - start, window, q.device), dropout))
+            mask = _narrow(end - start, window, q.device)
+            pieces.append(sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks))
         rows.append(torch.cat(pieces))
     return torch.cat(rows, 1)
 
@@ -137,22 +207,25 @@ def _rows_again(x: Tensor, like: Tensor) -> Tensor:
     return x.view(like.shape[1], like.shape[0], *x.shape[1:]).transpose(0, 1)
 
 
-def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, dropout: float) -> Tensor:
+def _flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     ends, longest = packed.cu_seqlens, packed.longest
     out: Tensor = flash_attn_varlen_func(
-        *map(_row_after_row, (q, k, v)), ends, ends, longest, longest, dropout_p=dropout, causal=True, window_size=_back(window),
-        deterministic=True,
+        *map(_row_after_row, (q, k, v)), ends, ends, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True,
+        window_size=_back(window), deterministic=True,
     )  # fmt: skip
     return _rows_again(out, q)
 
 
-def _varlen_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None) -> Tensor:
+def _varlen_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, scale: float | None) -> Tensor:
     from torch.nn.attention import varlen
 
     attention: Any = varlen.varlen_attn  # whose parameters differ from one torch to the next
     ends, longest, grouped = packed.cu_seqlens, packed.longest, q.shape[2] != k.shape[2]
     flat = map(_row_after_row, (q, k, v))
-    out: Tensor = attention(*flat, ends, ends, longest, longest, window_size=_back(window), enable_gqa=grouped)
+    how: Any = {"window_size": _back(window), "enable_gqa": grouped, "scale": scale}
+    out: Tensor = attention(*flat, ends, ends, longest, longest, **how)
     return _rows_again(out, q)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from megaconv.model.subjects import MLP as Shape  # noqa: N811
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.tensor import Keep, Made, NormColumnLinear, RowLinear
 
@@ -35,19 +36,25 @@ ACTIVATIONS: dict[str, Made] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
 }
+"""By the words of megaconv.model.subjects.MLP."""
 
 
-def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
-    """[..., gate then up] or [..., ffn] -> [..., ffn]. activation: a word of ACTIVATIONS."""
-    function = ACTIVATIONS[activation]
-    if not gated:
+def activate(x: Tensor, shape: Shape) -> Tensor:
+    """[..., gate then up] or [..., ffn] -> [..., ffn]."""
+    function = ACTIVATIONS[shape.activation]
+    if not shape.gated:
         return function(x)
-    if function is F.silu and not torch.compiler.is_compiling():
+    plain = shape.clamp is None and not shape.offset
+    if plain and function is F.silu and not torch.compiler.is_compiling():
         activated: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
         return activated
     gate, up = x.chunk(2, -1)
-    return function(gate) * up
+    if shape.clamp is not None:
+        gate, up = gate.clamp(max=shape.clamp), up.clamp(-shape.clamp, shape.clamp)
+    return function(gate) * (up + shape.offset if shape.offset else up)
 
 
 class MLP(nn.Module):
@@ -56,7 +63,7 @@ class MLP(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config, ffn = plan.config, plan.sizes["ffn"]
-        self.keep, self.gated, self.activation = plan.keep, config.mlp.gated, config.mlp.activation
+        self.keep, self.shape = plan.keep, config.mlp
         self.linear_fc1 = NormColumnLinear(
             config.hidden, ffn * (2 if config.mlp.gated else 1), config.norm.epsilon, plan.ranks,
             norm_bias=plan.norm_bias, bias=config.mlp.bias, keep=plan.keep,
@@ -67,4 +74,4 @@ class MLP(nn.Module):
         return self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return activate(x, self.activation, gated=self.gated)
+        return activate(x, self.shape)

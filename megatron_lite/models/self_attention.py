@@ -1,15 +1,28 @@
 """Attention of one layer, which a layer may have for its mixer: a norm, the matrices, norms of q and k, rotation."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.models.attention import attend
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
-from megatron_lite.models.rotary import rotate
+from megatron_lite.models.rotary import neighbours_apart, rotate
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear, TensorGroup
+from megatron_lite.settings.options import ModelOptions
+
+
+class Sinks(nn.Module):
+    """A score of each head that takes weight and gives no value. Where Megatron keeps them: with what computes attention."""
+
+    kinds: ClassVar = {"softmax_offset": Kind.SHARDED}
+
+    def __init__(self, heads: int) -> None:
+        """heads: of this rank."""
+        super().__init__()
+        self.softmax_offset = nn.Parameter(torch.empty(heads))
 
 
 class SelfAttention(nn.Module):
@@ -18,7 +31,8 @@ class SelfAttention(nn.Module):
         config, sizes = plan.config, plan.sizes
         self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
         self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
-        self.window = config.layers[layer].window
+        self.window, self.rotates = plan.kind(layer).window, plan.kind(layer).rotates
+        self.interleaved = config.positions.interleaved
         self.linear_qkv = NormColumnLinear(
             config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,
             norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
@@ -26,6 +40,7 @@ class SelfAttention(nn.Module):
         norm = (config.attention.head_dim, config.norm.epsilon)
         self.q_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
         self.k_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
+        self.core_attention = Sinks(sizes["heads"]) if config.attention.sinks else None
         self.linear_proj = RowLinear(
             sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias
         )
@@ -37,16 +52,34 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in mixed.split((self.group, 1, 1), -2))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if run.rotary is not None:
+        if run.rotary is not None and self.rotates:
+            if self.interleaved:  # q and k alike, so that their products stay what they are
+                q, k = (neighbours_apart(x, 2 * run.rotary[0].shape[-1]) for x in (q, k))
             q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v, run.positions)
-        projected: Tensor = self.linear_proj(self._attend(q, k, v, run).flatten(2))
+        sinks = None if self.core_attention is None else self.core_attention.softmax_offset
+        mixed = attended(q, k, v, run, self.layer, self.ranks, self.options, window=self.window, sinks=sinks)
+        projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
-        how: Any = {"window": self.window, "backend": self.options.attention}
-        if run.seed is None or not self.options.attention_dropout:
-            return attend(q, k, v, run, **how)
-        with run.seed.for_attention(self.layer, self.ranks, q.device):
-            return attend(q, k, v, run, dropout=self.options.attention_dropout, **how)
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Pass,
+    layer: int,
+    ranks: TensorGroup,
+    options: ModelOptions,
+    *,
+    window: int | None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What attend gives, with dropout where there is any."""
+    how: Any = {"window": window, "backend": options.attention, "scale": scale, "sinks": sinks}
+    if run.seed is None or not options.attention_dropout:
+        return attend(q, k, v, run, **how)
+    with run.seed.for_attention(layer, ranks, q.device):
+        return attend(q, k, v, run, dropout=options.attention_dropout, **how)

@@ -46,8 +46,8 @@ class ParameterInfo:
 
     @property
     def reduced_over(self) -> str:
-        """The grid's axis along which other ranks have the same parameter, and gradients from other sequences."""
-        return "edp" if self.kind is Kind.EXPERT else "dp"
+        """The grid's axis along which other ranks have the same parameter, and gradients from other tokens."""
+        return "edp" if self.kind is Kind.EXPERT else "replicas"
 
     @property
     def decays(self) -> bool:
@@ -78,13 +78,14 @@ def parameter_infos(
     assert named.keys() == kinds.keys(), f"modules and table differ in {sorted(named.keys() ^ kinds.keys())}"
     for name, kind in kinds.items():
         native = named[name]
-        assert native.replicated == kind.copied, f"{name} is declared as {kind}"
+        # Experts aren't sharded, so that every tensor of theirs is somebody's own, whatever the table would shard.
+        assert kind is Kind.EXPERT or native.replicated == kind.copied, f"{name} is declared as {kind}"
         yield ParameterInfo(
             index,
             native,
             kind,
             partial=is_partial(kind, grid.layout.tp, sequence=sequence),
-            tied=config.tie_embeddings and grid.layout.pp > 1 and kind is Kind.VOCABULARY,
+            tied=grid.layout.pp > 1 and kind is Kind.VOCABULARY and _at_both_ends(native, config),
             is_copy=native.copy is not None,
             frozen=frozen,
         )
@@ -100,6 +101,11 @@ def adapter_info(chunk: int, native: NativeTensor, kind: Kind, tp: int, *, seque
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
     """Whether the gradient of a parameter of this kind is only its rank's share. sequence: with sequence parallelism."""
     return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))
+
+
+def _at_both_ends(native: NativeTensor, config: ModelConfig) -> bool:
+    """Whether first and last stage have a table of words: a tied one, or the embedding that predicts further tokens."""
+    return config.tie_embeddings or (config.mtp_layers > 0 and "embed.weight" in native.parts)
 
 
 def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

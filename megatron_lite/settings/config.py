@@ -74,6 +74,11 @@ class Parallel:
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
+    context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",),
+        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")

@@ -28,6 +28,10 @@ class Balancing:
     """In which the router computes; None: that of its input."""
 
 
+CONTEXT = ("p2p", "all_gather", "a2a")
+"""Keys and values wander in a ring, are gathered, or each rank gets some heads of all tokens; by Megatron's words."""
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Adapters beside frozen matrices, by peft's names."""
@@ -59,13 +63,19 @@ class ModelOptions:
     recompute: Recompute = Recompute()
     attention: str = "auto"
     """`sdpa`; `flash` (flash-attn, on a GPU); `auto`: flash where it is installed and fits."""
+    trains: bool = True
+    """Whether anything will go backward; a mixture of experts can be sharded in more ways where nothing does."""
     compile: bool = False
     """torch.compile each layer."""
+    context: str = "p2p"
+    """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     balance: Balancing = Balancing()
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
+    mtp_loss_scale: float = 0.1
+    """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234

@@ -16,15 +16,17 @@ from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
 
 
 class ExpertMatrix(nn.Module):
-    kinds: ClassVar = {"weight": Kind.EXPERT}
+    kinds: ClassVar = {"weight": Kind.EXPERT, "bias": Kind.EXPERT}
 
-    def __init__(self, width: int, out: int) -> None:
+    def __init__(self, width: int, out: int, *, bias: bool) -> None:
         super().__init__()
         self.adapter: nn.Module | None = None
         self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return adapted(F.linear(x, self.weight), self.adapter, x)
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Its own bias is for the caller to give or to add, who may weigh it."""
+        return adapted(F.linear(x, self.weight, bias), self.adapter, x)
 
 
 class Expert(nn.Module):
@@ -32,16 +34,16 @@ class Expert(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.gated, self.activation = plan.config.mlp.gated, plan.config.mlp.activation
+        self.shape = plan.config.mlp
         ffn, hidden = plan.sizes["moe_ffn"], plan.config.hidden
-        self.linear_fc1 = ExpertMatrix(hidden, ffn * (2 if self.gated else 1))
-        self.linear_fc2 = ExpertMatrix(ffn, hidden)
+        self.linear_fc1 = ExpertMatrix(hidden, ffn * (2 if self.shape.gated else 1), bias=self.shape.bias)
+        self.linear_fc2 = ExpertMatrix(ffn, hidden, bias=self.shape.bias)
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """x [rows, hidden], weights [rows, 1], which multiply the activation, as in Megatron: so no output has to be kept."""
-        inner = activate(self.linear_fc1(x), self.activation, gated=self.gated)
+        inner = activate(self.linear_fc1(x, self.linear_fc1.bias), self.shape)
         made: Tensor = self.linear_fc2(inner * weights)
-        return made
+        return made if self.linear_fc2.bias is None else made + self.linear_fc2.bias * weights
 
 
 class Experts(nn.Module):
@@ -65,13 +67,13 @@ class SharedExperts(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config, ffn = plan.config, plan.sizes["shared_ffn"]
-        self.gated, self.activation = config.mlp.gated, config.mlp.activation
+        self.shape = config.mlp
         self.gate_weight = nn.Parameter(torch.empty(1, config.hidden)) if config.experts.shared_gate else None
-        self.linear_fc1 = ColumnLinear(config.hidden, ffn * (2 if self.gated else 1), plan.ranks)
+        self.linear_fc1 = ColumnLinear(config.hidden, ffn * (2 if self.shape.gated else 1), plan.ranks)
         self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear_fc2(activate(self.linear_fc1(x), self.activation, gated=self.gated))
+        made: Tensor = self.linear_fc2(activate(self.linear_fc1(x), self.shape))
         return made if self.gate_weight is None else made * F.linear(x, self.gate_weight).sigmoid()
 
 

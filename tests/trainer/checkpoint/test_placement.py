@@ -41,7 +41,7 @@ def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vp
     for chunk in layout.chunks():
         for tp_rank in range(tp):
             for place in places(CONFIG, layout, tp_rank, chunk, 32, naming).values():
-                if place.replicated and tp_rank:
+                if place.native.replicated and tp_rank:
                     continue
                 count = covered.setdefault(place.key, torch.zeros(place.global_shape))
                 for shard in shards(place, torch.zeros(place.local)):

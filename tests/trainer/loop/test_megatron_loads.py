@@ -24,7 +24,8 @@ DP2 = "--use-distributed-optimizer --tensor-model-parallel-size 2"
     ids=["untied", "tied"],
 )
 def test_megatron_core_loads_weights_and_optimizer_strictly(model: str, words: str, tp: int, tmp_path: Path) -> None:
-    """Saved at TP2 PP2, or TP2 DP2 with a distributed optimizer; loaded at TP1 and TP2."""
+    """Saved at TP2 PP2, or TP2 DP2 with a distributed optimizer; loaded at TP1 and TP2. Without a warm-up, while the rate falls."""
+    words += " --lr-warmup-iters 0 --lr-decay-iters 7"
     command = f"pretrain {model} --train-iters 3 --save ckpt --bf16 --ckpt-format torch_dist --transformer-impl local"
     train(tmp_path, 4, f"{command} {words}")
     meeting = str(tmp_path / "meeting")

@@ -16,7 +16,7 @@ from tests.trainer.loop.test_runs import metrics
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
 COMMAND = (
-    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 "
+    "finetune --load hf --resume --save ckpt --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-3 --lr-decay-iters 7 "
     "--train-iters 4 --log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 "
     "--make-vocab-size-divisible-by 4 --transformer-impl local"
 )
@@ -37,17 +37,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+    },
+    "GptOss": {"num_local_experts": 4, "sliding_window": 5},
 }
 """Dense layers here and there, and a dense one first; the latter's routers have biases, which no gradient moves."""
 
 
-@pytest.fixture(params=[pytest.param("Qwen3Moe", marks=pytest.mark.slow), "Glm4Moe"])
+@pytest.fixture(
+    params=[
+        pytest.param("Qwen3Moe", marks=pytest.mark.slow),
+        "Glm4Moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GptOss", "DeepseekV3")),
+    ]
+)
 def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A directory with `hf` in it."""
     import transformers
 
     torch.manual_seed(5)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES, **MODELS[request.param])
+    config = getattr(transformers, f"{request.param}Config")(**{**SIZES, **MODELS[request.param]})
     getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
     return tmp_path
 
