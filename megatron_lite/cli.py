@@ -15,6 +15,7 @@ USAGE = """usage: megatron_lite COMMAND [FLAGS]
 commands:
   pretrain     {pretrain}
   finetune     {finetune}
+  plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
   generate     Let a model continue texts.
   chat         Talk with a model.
@@ -28,6 +29,7 @@ commands:
 """
 
 OTHERS = {
+    "plan": "megatron_lite.planning.command",
     "preprocess": "megatron_lite.data.preprocess",
     "models": "megatron_lite.models.table",
     "generate": "megatron_lite.inference.generating",
