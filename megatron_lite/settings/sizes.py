@@ -205,7 +205,8 @@ def check_flags(settings: Settings) -> None:
         "micro_batch_size": training.micro_batch_size,
         "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
         "eval_interval": training.eval_interval,
-        "exit_interval": training.exit_interval, "save_interval": saving.save_interval, "keep_last": saving.keep_last,
+        "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
+        "keep_last": saving.keep_last,
         "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
     for name, value in positive.items():
@@ -227,6 +228,7 @@ def check_flags(settings: Settings) -> None:
         (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
+        (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
     ]  # fmt: skip
     for wrong, message in refused:

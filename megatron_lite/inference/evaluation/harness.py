@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return ids
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
         """(sum of the continuation's log-probabilities, whether it is the likeliest); of long rows the end counts."""
         found = []
