@@ -272,6 +272,13 @@ def test_what_can_not_be_is_refused_with_the_arithmetic(
         check_sizes(config, Layout(stage_layers=(4,)), options=ModelOptions(**options), **arguments)
 
 
+def test_a_model_that_predicts_further_tokens_is_refused() -> None:
+    """Their labels are other ranks'."""
+    model = changed(FEATURES["deepseek_v3"], {"mtp_layers": 1})
+    with pytest.raises(LayoutError, match="predicts further tokens"):
+        check_sizes(model, Layout(stage_layers=(4,)), 2, ModelOptions(), 16, 1, 2)
+
+
 def test_losses_that_balance_experts_are_refused() -> None:
     options = ModelOptions(balance=Balancing(losses=(("aux_loss", 1e-2),)))
     with pytest.raises(LayoutError, match="losses that balance experts"):
