@@ -56,7 +56,7 @@ _HARMLESS = {
 
 _ORDINARY = re.compile(
     r"""torch\.(device|Generator|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
-    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh))\.([a-z_]\w*\.)*_?[A-Z]\w*
+    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh|_mesh_layout))\.([a-z_]\w*\.)*_?[A-Z]\w*
     |numpy\.random\._pickle\.__\w+_ctor|numpy\.random\.([a-z_]\w*\.)*[A-Z]\w*|numpy\.dtypes\.\w+|numpy\.ma\.core\._mareconstruct
     |torch\.distributed\.checkpoint\.metadata\._MEM_FORMAT_ENCODING""",
     re.VERBOSE,
@@ -113,7 +113,10 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     if key in _WRAPPERS:
         return args[0]
     if key in _BY_TYPE:
-        return call(args[0], _tuple(args[2]), tensor)
+        made = call(args[0], _tuple(args[2]), tensor)
+        if type(made) is Opaque and len(args) > 3:
+            made.state = args[3]  # of a DTensor: where its own part lies in the whole
+        return made
     if key == ("copyreg", "_reconstructor"):
         return call(args[0], (), tensor)
     if key in _VALUES:

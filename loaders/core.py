@@ -9,7 +9,9 @@ from formats import rank_files
 from megaconv.errors import UsageError
 from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
 from megaconv.megatron.arguments.sparse import INDEXER_FROM, INDEXER_ORDER, ROPE_LAST, reads_rope_last
-from megaconv.megatron.distributed.source import find_dist, open_dist
+from megaconv.megatron.distributed.adapter_source import OPTION as LORA_ALPHA
+from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
+from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import holds_legacy
@@ -20,11 +22,13 @@ from megaconv.options import LoadOptions
 DESCRIPTION = (
     "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr; Megatron-Bridge, NeMo 2"
 )
+HAS_TEXT_ONLY = True
 OPTIONS = {
     "out_norm": "what a gated delta net's out_norm.weight is: `plain` (Megatron's local layers, transformers), or `zero_centered` "
     "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given",
     INDEXER_FROM: "which Megatron core the indexers of sparse attention are from: `0.16` (to 0.18, which have the elements that rotate "
     "last), or `0.19` (and later); as the checkpoint says if it isn't given, else 0.19",
+    LORA_ALPHA: "of an adapter of Megatron-Bridge: its alpha, where there is no run_config.yaml to say it",
 }
 
 
@@ -37,10 +41,14 @@ def detect(path: Path) -> bool:
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family."""
-    distributed = find_dist(path) is not None
-    source, ckpt_format = (
-        open_dist(path, options) if distributed else (open_ranks(path, options, legacy=False), "torch")
-    )
+    distributed, ckpt_format = find_dist(path) is not None, "torch"
+    if distributed:
+        files = open_files(path)
+        if is_adapter(files.tensors):
+            return open_adapter_source(files.version, files.tensors, options)
+        source, ckpt_format = open_dist(files, options), files.backend
+    else:
+        source = open_ranks(path, options, legacy=False)
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
     naming = _with_indexer(naming_of(names), names, source.args, options.extra)
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")

@@ -7,6 +7,8 @@ megaconv.open("ckpt").load("layers.0.attn.q.weight")
 megaconv.diff("Llama-2-7b", "ckpt").same
 megaconv.fingerprint("ckpt").weights
 megaconv.verify("ckpt").same
+
+docs/api.md has all of it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,11 +16,24 @@ from typing import TYPE_CHECKING, Any
 from megaconv import own_packages
 
 if TYPE_CHECKING:
+    from megaconv import errors
     from megaconv._version import __version__
-    from megaconv.api import convert, diff, fingerprint, inspect, verify
-    from megaconv.checkpoint import open_checkpoint as open  # noqa: A004
+    from megaconv.api import convert, diff, fingerprint, inspect, merge, open, plan, push, scan, verify  # noqa: A004
 
-__all__ = ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "verify"]
+__all__ = [
+    "__version__",
+    "convert",
+    "diff",
+    "errors",
+    "fingerprint",
+    "inspect",
+    "merge",
+    "open",
+    "plan",
+    "push",
+    "scan",
+    "verify",
+]
 
 own_packages.claim()
 
@@ -33,10 +48,10 @@ def __getattr__(name: str) -> Any:
         from megaconv._version import __version__
 
         return __version__
-    if name == "open":
-        from megaconv.checkpoint import open_checkpoint
+    if name == "errors":
+        from importlib import import_module
 
-        return open_checkpoint
+        return import_module("megaconv.errors")
     if name in __all__:
         from megaconv import api
 

@@ -62,8 +62,9 @@ def scheme_of(uri: str) -> str:
 def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
     """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Other URIs stay as they are.
 
-    A Path is always a path, whatever it looks like. metadata_only: of safetensors files read the headers alone (`megaconv/hub_headers.py`); the path is good until the process
-    ends. Each call asks which commit the revision is: resolve a place once, and hand on the path. Raises CheckpointError.
+    A Path is always a path, whatever it looks like. metadata_only: of safetensors files read the headers alone
+    (`megaconv/hub_headers.py`); the path is good until the process ends. Each call asks which commit the revision is: resolve
+    a place once, and hand on the path. Raises CheckpointError.
     """
     if isinstance(place, Path):
         return _in_cache(place)

@@ -19,9 +19,22 @@ from megaconv.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from megaconv.engine.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf")
+LOADERS = (
+    "core",
+    "legacy",
+    "nemo",
+    "dcp",
+    "deepspeed",
+    "fsdp",
+    "orbax",
+    "gguf",
+    "hf",
+    "llama_mistral",
+    "mixtral_hf",
+    "peft",
+)
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
-SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf")
+SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
 
@@ -49,10 +62,11 @@ class Loader(Protocol):
 class Saver(Protocol):
     """A module (or object) that writes one kind of checkpoint.
 
-    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_SHIFTED = True gets tensors as their
-    source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)` gets each
-    tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS gets
-    what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
+    One with HOLDS_OPTIMIZER = True is given the optimizer's tensors too; one with HOLDS_ADAPTER = True adapters (`Header.adapter`),
+    others whole models alone; one with HOLDS_WHOLE = True all of a model that sees or hears; one with HOLDS_SHIFTED = True gets
+    tensors as their source stores them (`engine/shifted.py`), others always canonical values; one with `forms(header, options)`
+    gets each tensor in the form that this says (`engine/stored_forms.py`), other values than the canonical ones; one with OPTIONS
+    gets what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
     raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
     (`engine/early_check.py`).
     One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
@@ -107,7 +121,7 @@ def choose(place: Place, name: str | None) -> tuple[str, Loader]:
     found = loader(name)
     if isinstance(place, str) and scheme_of(place) not in schemes(found):
         raise UsageError(f"{place}: the loader {name} takes {_places(found)}")
-    if name in LOADERS and isinstance(place, Path) and place.is_file():  # ours read directories
+    if name in LOADERS and isinstance(place, Path) and place.is_file() and not getattr(found, "READS_FILES", False):
         raise explain(place, is_checkpoint) or UnknownFormat(f"{place}: is a file, where a directory should be")
     return ALIASES.get(name, name), found
 

@@ -1,7 +1,8 @@
-"""The command line: `megatron-lite pretrain | finetune | preprocess`; torchrun starts it once for every process."""
+"""The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`; torchrun starts it once for every process."""
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from megaconv.errors import CheckpointError
 from megaconv.terminal import show
@@ -14,12 +15,30 @@ USAGE = """usage: megatron_lite COMMAND [FLAGS]
 commands:
   pretrain     {pretrain}
   finetune     {finetune}
+  plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
+  generate     Let a model continue texts.
+  chat         Talk with a model.
+  score        Log-probabilities of given tokens.
+  serve        A model behind OpenAI's routes and Megatron's PUT /api.
+  evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
   models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
 """
+
+OTHERS = {
+    "plan": "megatron_lite.planning.command",
+    "preprocess": "megatron_lite.data.preprocess",
+    "models": "megatron_lite.models.table",
+    "generate": "megatron_lite.inference.generating",
+    "chat": "megatron_lite.inference.chatting",
+    "score": "megatron_lite.inference.scoring",
+    "serve": "megatron_lite.inference.server.command",
+    "evaluate": "megatron_lite.inference.evaluation.command",
+}
+"""Commands that train nothing -> the module whose main(words) returns the exit status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,17 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(f"megatron-lite {__version__}")
         sys.exit(0)
-    if command == "preprocess":
-        from megatron_lite.data.preprocess import main as preprocess
-
-        sys.exit(preprocess(words[1:]))
-    if command == "models":
-        from megatron_lite.models.table import table
-
-        print(table(), end="")
-        sys.exit(0)
+    if command in OTHERS:
+        sys.exit(import_module(OTHERS[command]).main(words[1:]))
     if command not in DESCRIPTIONS:
-        _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, 'preprocess'))}")
+        _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, *OTHERS))}")
     _train(command, words[1:])
 
 

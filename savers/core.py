@@ -7,6 +7,7 @@ from functools import partial
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
@@ -29,6 +30,8 @@ OPTIONS = {
 }
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
+HOLDS_ADAPTER = True
+HOLDS_WHOLE = True
 DISTRIBUTED = ("torch_dist", "zarr")
 
 
@@ -46,6 +49,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if header.config.has("mamba_layers mixture") and options.transformer_impl == "transformer_engine":
         options = replace(options, grouped_experts=True)  # Megatron core's stack of such layers has no others
     layout = choose_layout(header.config, header.layout, options)
+    if header.adapter is not None:
+        from megaconv.megatron.distributed.adapter_plan import plan_adapter
+
+        return plan_adapter(header, header.adapter, options, layout)
     if options.ckpt_format in DISTRIBUTED:
         from megaconv.megatron.distributed.plan import plan_dist  # rank files need nothing of it
 
@@ -73,7 +80,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             header.config.embedding_scale,
         )
     table = family(header.config.family)
-    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config))
+    whole = whole_notices(header.config.whole)
+    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config), *whole)
     return replace(planned, notices=notices)
 
 

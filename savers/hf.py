@@ -14,6 +14,7 @@ from megaconv.engine.stored_forms import Form
 from megaconv.engine.weight_files import hf_namings
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
@@ -24,6 +25,7 @@ from megaconv.options import SaveOptions
 
 DESCRIPTION = "Hugging Face transformers: config.json with sharded *.safetensors"
 
+HOLDS_WHOLE = True
 READS_BACK = True
 """Whether our loader reads what `forms` stores."""
 
@@ -52,12 +54,18 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files |= copies(header.files)
     overflow = "overflow" in options.allow_lossy
     base = open_base(options.base, config.dtype, overflow=overflow) if options.base is not None else None
-    listed = _natives(table, config, HF) if base is None else _as_in(base, table, config)
+    own = HF if config.whole is None else Naming("hf", config.whole.experts)
+    listed = _natives(table, config, own) if base is None else _as_in(base, table, config)
     natives = [native for native in listed if native.copy is None or native.copy.written]
     if options.quantize is not None:
         files[CONFIG_NAME] = PlainFile(with_quantization(table.config_json(config), natives, header))
         natives = [each for native in natives for each in with_scales(native, header)]
-    names, copied, added = {native.name: native.name for native in natives}, dict[str, LazyTensor](), list[str]()
+    called = Whole({}).hf_name if config.whole is None else config.whole.hf_name
+    names, copied, added = (
+        {native.name: called(native.name) for native in natives},
+        dict[str, LazyTensor](),
+        list[str](),
+    )
     if base is not None:
         names = base.names_of(_shapes(natives), {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
@@ -126,7 +134,8 @@ def _warn_of_missing_mtp(config: ModelConfig) -> None:
     promised = (config.hf or {}).get("num_nextn_predict_layers") or 0
     if promised and not config.mtp_layers:
         _log.warning(
-            "%s lists %s MTP layers, which the source doesn't hold; --base ORIGINAL adds them",
+            "%s lists %s MTP layers, which the source doesn't hold%s",
             CONFIG_NAME,
             promised,
+            "" if config.whole else "; --base ORIGINAL adds them",
         )

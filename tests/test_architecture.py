@@ -23,7 +23,7 @@ MAY_IMPORT = {
 
 ROOMS = {
     "megaconv": (
-        ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.checkpoint"),
+        ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.called", "megaconv.checkpoint"),
         ("megaconv.commands.cli",),
         ("megaconv.commands",),
         ("megaconv.megatron.distributed",),
@@ -49,6 +49,8 @@ ROOMS = {
     ),
     "megatron_lite": (
         ("megatron_lite", "megatron_lite.__main__", "megatron_lite.cli"),
+        ("megatron_lite.inference",),
+        ("megatron_lite.planning",),
         ("megatron_lite.loop",),
         ("megatron_lite.checkpoint",),
         ("megatron_lite.engine",),

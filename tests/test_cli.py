@@ -355,8 +355,9 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
-    assert list(document["loaders"]) == ["core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf"]
-    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "gguf"]
+    neighbours = ["nemo", "dcp", "deepspeed", "fsdp", "orbax", "gguf"]
+    assert list(document["loaders"]) == ["core", "legacy", *neighbours, "hf", "llama_mistral", "mixtral_hf", "peft"]
+    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft"]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
     shown = run("formats").out
     assert all(word in shown for word in ("loaders", "savers", "families", "MistralForCausalLM"))
@@ -652,3 +653,23 @@ def test_the_package_runs_as_a_module(hf: Path) -> None:
         check=False,
     )
     assert (found.returncode, found.stdout) == (0, run("fingerprint", hf).out)
+
+
+@pytest.mark.parametrize(
+    "command", ["fingerprint {}", "verify {}", "diff {} {}", "inspect {} --stats", "convert {} {}-out --saver hf"]
+)
+def test_quiet_shows_no_progress(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaconv.commands.progress.LINE_SECONDS", 0.0)
+    model = tmp_path / "model"
+    megaconv.convert(write_llama(tmp_path / "source", layers=1), model, saver="hf")
+    words = command.replace("{}", str(model)).split()
+    quiet = run(*words, "--quiet")
+    assert (quiet.status, quiet.err) == (0, "")
+    assert " left" in run(*words, *(["--overwrite"] if words[0] == "convert" else [])).err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("formats", "demo")])
+def test_a_command_without_arguments_says_what_is_missing(command: str) -> None:
+    outcome = run(command)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "issing" in outcome.err

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import FIXTURES
-from tests.runs import run
+from tests.models import write_llama
+from tests.runs import assert_refused, run
 
 MIXTURE = FIXTURES / "core-mixtral-seq-tp2pp2ep2" / "checkpoint"
 BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome")
@@ -80,3 +81,37 @@ def test_a_browser_shows_an_unknown_model_too(tmp_path: Path) -> None:
     document, _ = opened(page, tmp_path)
     assert "token_embd" in document
     assert "<td>q8_0</td>" in document
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> tuple[Path, Path]:
+    """A model, and what it became: layer 1 has moved by half."""
+    model = write_llama(tmp_path / "model", layers=3, dtype="float32")
+    weights = load_file(model / "model.safetensors")
+    other = shutil.copytree(model, tmp_path / "tuned")
+    moved = {name: tensor * 1.5 if ".1." in name else tensor for name, tensor in weights.items()}
+    save_file(moved, other / "model.safetensors", {"format": "pt"})
+    return model, other
+
+
+def test_how_far_a_model_has_moved_is_a_page_too(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    outcome = run("diff", *tuned, "--html", tmp_path / "diff.html")
+    assert (outcome.status, outcome.err, "|A-B|" in outcome.out, "diff.html: " in outcome.out) == (4, "", False, True)
+    page = (tmp_path / "diff.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    layers = {layer["name"]: layer["stats"]["relative"] for layer in data["layers"]}
+    assert layers["layers.1"] == pytest.approx(0.5)
+    assert layers["layers.0"] == layers["layers.2"] == 0
+    assert all(row["stats"]["elements"] == row["parameters"] for row in data["tensors"])
+    assert_refused(run("diff", *tuned, "--html", tmp_path / "no" / "diff.html"), 2, "no such directory")
+    assert_refused(run("diff", *tuned, "--html", tmp_path / "diff.html", "--metadata"), 2, "--metadata", "--html")
+
+
+def test_a_browser_plots_how_far_layers_have_moved(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    run("diff", *tuned, "--html", tmp_path / "diff.html")
+    document, addresses = opened(tmp_path / "diff.html", tmp_path)
+    plot = document.split('id="plot-part"')[1]
+    assert "How far it has moved" in plot
+    assert "<polyline" in plot
+    assert "layer 1: 0.5" in plot
+    assert not [address for address in addresses if address.startswith("http")]

@@ -23,6 +23,7 @@ from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.megatron.arguments.read import from_arguments, read_layout
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
+from megaconv.megatron.arguments.whole import HF_NAMES
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import source
@@ -66,7 +67,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     asked_of_the_configuration_by_gpt_model = {"yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"}
     of_megatron_bridges_providers = {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
     others = of_a_release_without_a_tag | asked_of_the_configuration_by_gpt_model | of_megatron_bridges_providers
-    others |= {LEFT_OUT, QK_NORM_WIDTH, INDEXER_ORDER}
+    others |= {LEFT_OUT, QK_NORM_WIDTH, INDEXER_ORDER, HF_NAMES}
     assert KNOWN - fields - FACTS["repository"]["arguments"].keys() - flags_of_our_trainer() == others
 
 
@@ -162,8 +163,8 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
     list(bucket_sizes(Namespace(overlap_grad_reduce=True), 0, 0, 1))
     names = {name for name in asked if not name.startswith("__")}
     assert names - READ - REFUSED.keys() == set()
-    # Of buckets of grouped experts and of vocabularies that are there, which no fixture has.
-    assert READ - names == {"moe_use_legacy_grouped_gemm", "merge_file"}
+    # Of buckets of grouped experts, of vocabularies that are there, and of models that see or hear, which no fixture has.
+    assert READ - names == {"moe_use_legacy_grouped_gemm", "merge_file", HF_NAMES}
 
 
 ONE_OF_EACH_KIND = {

@@ -251,10 +251,8 @@ def test_its_fingerprint_is_that_of_what_it_is_converted_to(tmp_path: Path) -> N
 
 def test_without_the_option_the_refusal_says_what_to_give(tmp_path: Path) -> None:
     create(MODELS["gemma3"], tmp_path / "hf")
-    outcome = run("convert", tmp_path / "hf", tmp_path / "out", "--saver", "core")
-    assert_refused(
-        outcome, 3, "Gemma3ForConditionalGeneration sees or hears", "(Gemma3ForCausalLM)", "--text-only", "--base"
-    )
+    outcome = run("convert", tmp_path / "hf", tmp_path / "out", "--saver", "gguf")
+    assert_refused(outcome, 2, "--saver gguf: can't hold Gemma3ForConditionalGeneration, which sees", "--text-only")
 
 
 def test_an_unknown_tensor_of_the_language_model_is_an_error_and_not_left_out(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import megaconv
 from formats import torch_dist
 from megaconv.errors import LayoutError, NotExpressible, UnknownFamily
-from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, read_rank_file
 from tests.optimizer_models import write_trained_mamba
@@ -29,7 +28,7 @@ Its args have sizes alone."""
 
 
 def test_a_real_distributed_checkpoint_is_read_bit_for_bit() -> None:
-    found = megaconv.fingerprint(REAL, LoadOptions(config=REAL / "hf"))
+    found = megaconv.fingerprint(REAL, config=REAL / "hf")
     assert found.tensors == megaconv.fingerprint(REAL / "hf").tensors
 
 

@@ -123,7 +123,8 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 
 def test_what_there_is_can_be_listed() -> None:
-    assert dir(megaconv) == ["__version__", "convert", "diff", "fingerprint", "inspect", "open", "verify"]
+    assert dir(megaconv) == sorted(megaconv.__all__)
+    assert {"convert", "merge", "open", "plan", "push", "scan", "errors"} <= set(dir(megaconv))
     assert (Path(megaconv.__file__).parent / "py.typed").is_file()
 
 
@@ -204,6 +205,38 @@ def test_an_existing_output_is_replaced_only_on_demand(hf: Path, tmp_path: Path)
 def test_an_unknown_option_is_a_type_error(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="nonsense"):
         megaconv.convert(hf, tmp_path / "out", saver="hf", nonsense=1)
+    with pytest.raises(TypeError, match=r"convert\(\) has no option 'tpp'; did you mean 'tp'\?"):
+        megaconv.convert(hf, tmp_path / "out", saver="core", tpp=2)
+    with pytest.raises(TypeError, match=r"plan\(\) has no option 'gpu'; did you mean 'gpus'\?"):
+        megaconv.plan(hf, gpu=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: megaconv.open(None), r"open\(path=None\): expected str \| Path, found NoneType"),
+        (lambda: megaconv.convert("a", "b", saver="core", tp="2"), r"tp='2'\): expected int \| None, found str"),
+        (lambda: megaconv.convert("a", "b", saver="core", grouped_experts="x"), r"expected bool, found str"),
+        (lambda: megaconv.convert("a", "b", saver="hf", adapters="lora"), r"expected Sequence\[str\], found str"),
+        (lambda: megaconv.convert("a", "b"), r"convert\(\): missing a required argument: 'saver'"),
+        (lambda: megaconv.diff("a", "b", tolerance=True), r"expected float, found bool"),
+    ],
+)
+def test_an_argument_of_another_type_is_named_with_what_was_expected(call: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_numbers_of_numpy_are_numbers(hf: Path, core: Path) -> None:
+    assert megaconv.diff(hf, core, tolerance=np.float32(0.5)).same
+    assert megaconv.plan(hf, gpus=np.int64(2)).possible
+
+
+def test_results_show_themselves_in_one_line(hf: Path, core: Path, tmp_path: Path) -> None:
+    report = megaconv.convert(hf, tmp_path / "out", saver="core")
+    for result in (report, megaconv.inspect(core), megaconv.plan(hf), megaconv.verify(core), megaconv.diff(hf, core),
+                   megaconv.scan(core), megaconv.push(hf, "org/name", dry_run=True), megaconv.fingerprint(hf)):  # fmt: skip
+        assert re.fullmatch(r"[^\n]{20,400}", repr(result)), repr(result)
 
 
 def test_errors_have_one_class_in_common(tmp_path: Path) -> None:

@@ -96,7 +96,10 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, deepspeed, hf"]),
+        (
+            "--loader tensorflow",
+            ["no loader", "'tensorflow'", "core, legacy, nemo, dcp, deepspeed, fsdp, orbax, gguf, hf"],
+        ),
         ("--dtype fp8", ["'fp8'", "bf16, fp16, fp32"]),
         ("--dtype int8", ["'int8'", "bf16, fp16, fp32"]),
         ("--dtype bf16 --fp16", ["bf16", "fp16", "contradict"]),
@@ -132,7 +135,8 @@ def test_an_unknown_word_is_refused_with_the_known_ones(model: Path, options: st
         "--saver hf --tp 2", "--saver hf --pp 2", "--saver hf --ep 2", "--saver hf --layer-split 2,2", "--saver hf --release",
         "--saver hf --ckpt-format torch_dist", "--saver hf --dist-files 3", "--saver hf --transformer-impl local",
         "--saver hf --vocab-padding zero", "--saver hf --vocab-padding repeat", "--saver hf --ckpt-format torch",
-        "--saver core --max-shard-size 5GB", "--saver hf --transformer-impl transformer_engine", "--saver hf --make-vocab-size-divisible-by 64", "--saver dcp --tp 2",
+        "--saver core --max-shard-size 5GB", "--saver hf --transformer-impl transformer_engine",
+        "--saver hf --make-vocab-size-divisible-by 64", "--saver dcp --tp 2",
         "--saver dcp --max-shard-size 1GB", "--saver llama_mistral --pp 2", "--saver legacy --moe-grouped-gemm",
         "--saver core --ckpt-format zarr --dist-files 2",
     ],

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaconv import registry
 from megaconv.families import PROOFS, all_families, families
+from megaconv.families.parts.whole_model import TOWERS
 from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
 
@@ -46,6 +47,7 @@ class Catalogue:
             "families": dict(self.families),
             "matrix": dict(self.matrix),
             "proven": dict(self.proven),
+            "whole": {kind: list(types) for kind, types in TOWERS.items()},
         }
 
     def lines(self) -> Iterator[str]:
@@ -59,6 +61,10 @@ class Catalogue:
         for name, cells in self.matrix.items():
             words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS)
             yield f"  {name:<13} {''.join(words)}{self.proven[name]:<14} {', '.join(self.families[name])}"
+        yield "models that see or hear, whole"
+        for whose, types in TOWERS.items():
+            yield f"  hf, core; proven by names; {whose} names for what lies beside the language model: {', '.join(types)}"
+        yield "  and all others whose text_config is of one of these families, by their files' names"
         yield "proven by"
         for word, meaning in PROOFS.items():
             yield f"  {word:<13} {meaning}"

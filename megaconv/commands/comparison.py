@@ -18,7 +18,8 @@ from megaconv.engine.preparation import open_source
 from megaconv.engine.record import SourceCheck, check_source
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
-from megaconv.hub import resolve
+from megaconv.errors import UsageError
+from megaconv.hub import Place, resolve
 from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
 from megaconv.model.training import SLOTS
@@ -36,7 +37,7 @@ class Difference:
     max_abs: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff:
     """same: by tensors alone; config lists (field, in A, in B) where the configurations differ.
 
@@ -50,6 +51,9 @@ class Diff:
     """What was compared."""
     within: int = 0
     """Tensors whose values differ by no more than the tolerance."""
+
+    def __repr__(self) -> str:
+        return f"<Diff: {len(self.differences)} of {self.tensors} tensors differ, {len(self.config)} fields of the configuration>"
 
     def kinds(self) -> dict[str, int]:
         """How many differences there are of each kind of tensor and kind of difference: `layers.*.attn.q.weight, values`."""
@@ -92,16 +96,31 @@ def _json_number(value: float | None) -> float | str | None:
 def open_both(
     a: str | Path, b: str | Path, options: LoadOptions, loaders: tuple[str | None, str | None]
 ) -> tuple[Source, Source]:
-    """Both checkpoints; each loader gets those of the options of its own that it knows. Raises CheckpointError."""
+    """Both checkpoints; each loader gets those of the options of its own that it knows. Raises CheckpointError.
+
+    Of text alone one of them may be a language model by itself; UsageError where both are.
+    """
     places = [resolve(place, metadata_only=options.metadata_only) for place in (a, b)]
     chosen = [registry.choose(place, name) for place, name in zip(places, loaders, strict=True)]
     takers = {f"loader {name} of {side}": found for side, (name, found) in zip("AB", chosen, strict=True)}
     extras = registry.share_options(options.extra, takers)
+    sides = list(zip(places, chosen, extras, strict=True))
+    wholes = [_is_whole(place, name, replace(options, extra=extra)) for place, (name, _), extra in sides]
+    if options.text_only and not any(wholes):
+        raise UsageError("--text-only: both are language models by themselves; leave it out")
     left, right = (
-        open_source(place, name, replace(options, extra=extra))[1]
-        for place, (name, _), extra in zip(places, chosen, extras, strict=True)
+        open_source(place, name, replace(options, extra=extra, text_only=options.text_only and whole))[1]
+        for (place, (name, _), extra), whole in zip(sides, wholes, strict=True)
     )
     return left, right
+
+
+def _is_whole(place: Place, loader: str, options: LoadOptions) -> bool:
+    """Whether it is a model that sees or hears; only looked at where text alone is asked for."""
+    if not options.text_only:
+        return False
+    looked = replace(options, text_only=False, metadata_only=True, optimizer=False)
+    return open_source(place, loader, looked)[1].header.config.whole is not None
 
 
 def source_checks(a: str | Path, left: Source, b: str | Path, right: Source) -> tuple[SourceCheck, SourceCheck]:

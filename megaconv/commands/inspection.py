@@ -14,11 +14,12 @@ from megaconv.commands.units import share
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
 from megaconv.errors import CheckpointError
+from megaconv.families.parts.whole_model import named
 from megaconv.hub import Place, resolve
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
-from megaconv.model.ir import WEIGHT, Header, weight_kinds
+from megaconv.model.ir import WEIGHT, Header
 from megaconv.model.pattern import SYMBOLS, pattern_of
 from megaconv.options import LoadOptions
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from megaconv.commands.survey import Survey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """A header and the name of the loader that read it."""
 
@@ -39,6 +40,11 @@ class Inspection:
     """Of all files of the checkpoint; None where nobody knows."""
     optimizer_bytes: int | None = None
     """Of the optimizer's tensors; None where there are none, or of a kind that is not read."""
+
+    def __repr__(self) -> str:
+        header = self.header
+        layout = "" if header.layout is None else f", {header.layout}"
+        return f"<Inspection: {self.path}, {header.config.family}, {header.parameters:,} parameters, {header.source}{layout}>"
 
     def to_json(self) -> dict[str, Any]:
         header, config = self.header, self.header.config
@@ -58,6 +64,7 @@ class Inspection:
             "consumed_train_samples": header.training.consumed_train_samples,
             "optimizer": self._optimizer(),
             "experts": self.experts(),
+            "beside": config.whole.parts() if config.whole else {},
             "files": sorted(header.files),
             "record": None
             if self.differences is None
@@ -103,7 +110,7 @@ class Inspection:
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
         counts: Counter[str] = Counter()
-        for info, count in weight_kinds(self.header.manifest).items():
+        for info, count in self.header.weight_kinds.items():
             counts[info.dtype] += count * prod(info.shape)
         return dict(counts.most_common())
 
@@ -131,6 +138,9 @@ class Inspection:
             ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
             ("positions", _positions(config)),
         ]
+        if config.whole is not None:
+            words = ", ".join(f"{word} ({count} tensors)" for word, count in config.whole.parts().items())
+            found.append(("beside", f"{words}, of {named(config.whole.config)}"))
         if config.has("mamba_layers"):
             found += [("pattern", _pattern(config)), ("mamba", _mamba(config))]
         if (experts := self.experts()) is not None:
@@ -230,7 +240,12 @@ def look(
     try:
         return replace(inspect(place, options, loader, check_source=check_source), path=str(path))
     except CheckpointError as error:
-        if loader is not None or error.code == "no-such-input" or not isinstance(place, Path):
+        if (
+            loader is not None
+            or (options and options.text_only)
+            or error.code == "no-such-input"
+            or not isinstance(place, Path)
+        ):
             raise
         from megaconv.commands.survey import survey  # which imports every format
 

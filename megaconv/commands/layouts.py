@@ -43,13 +43,17 @@ class Possible:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layouts:
     possible: tuple[Possible, ...]
     refused: tuple[tuple[str, str], ...]
     """(sizes, reason), one for each reason."""
     memory: int | None
     """Bytes of a GPU, where somebody said."""
+
+    def __repr__(self) -> str:
+        fitting = "" if self.memory is None else f", {sum(map(self.fits, self.possible))} fit the memory"
+        return f"<Layouts: {len(self.possible)} possible{fitting}, {len(self.refused)} reasons why others are not>"
 
     def fits(self, one: Possible) -> bool:
         return self.memory is None or one.training_bytes <= self.memory

@@ -75,7 +75,7 @@ class Hashes(NamedTuple):
     """git's own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PushReport:
     """What a push did, or, planned only, would do."""
 
@@ -88,6 +88,10 @@ class PushReport:
     changed: bool = True
     """Whether there was anything that the Hub didn't have."""
     notices: Sequence[str] = field(default_factory=tuple)
+
+    def __repr__(self) -> str:
+        done = "planned" if self.commit is None else f"commit {self.commit}"
+        return f"<PushReport: {self.repository}, {self.nbytes:,} bytes in {len(self.files)} files, {done}>"
 
     @property
     def nbytes(self) -> int:

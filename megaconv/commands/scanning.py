@@ -42,7 +42,7 @@ class NamedGlobal:
     """`ordinary`, `named` (not known, and not called), `unsafe` (not known, and called)."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Scan:
     """What was found, in the order of the files."""
 
@@ -53,6 +53,10 @@ class Scan:
     """Files that would run code, or say that others do; links that lead out of the checkpoint."""
     faults: list[Finding] = field(default_factory=list)
     remarks: list[Finding] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        unsafe = len(self.unsafe) + len(self.code)
+        return f"<Scan: {self.path}, {self.files} files, {unsafe} unsafe, {len(self.faults)} faults>"
 
     @property
     def unsafe(self) -> list[NamedGlobal]:

@@ -11,13 +11,14 @@ from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
-from megaconv.families import only_text_converts
+from megaconv.families import sees_or_hears
 from megaconv.hub import Place, nothing_at, resolve
+from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What a checkpoint holds now, beside what was written."""
 
@@ -29,6 +30,10 @@ class Verification:
     """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only), or both shapes."""
     files: int = 0
     """Small files that were compared: configuration, tokenizer and the like."""
+
+    def __repr__(self) -> str:
+        what = "as written" if self.same else f"{len(self.differences)} differences"
+        return f"<Verification: {self.path}, {self.tensors} tensors and {self.files} other files, {what}>"
 
     @property
     def same(self) -> bool:
@@ -61,9 +66,10 @@ def verify(
     place = resolve(path)
     record = _need_record(place)
     changed = record.changed_files()
-    if isinstance(place, Path) and only_text_converts(
-        place
-    ):  # then the record is of what was put back into the original
+    alone = not any(name.startswith(BESIDE) for name in record.tensors)
+    if (
+        isinstance(place, Path) and alone and sees_or_hears(place)
+    ):  # the record is of what was put back into the original
         options = replace(options or LoadOptions(), text_only=True)
     opened = OpenedFiles()
     with opened:
@@ -92,6 +98,11 @@ def _need_record(place: Place) -> Record:
     if not place.exists():
         raise nothing_at(place)
     record = find_record(place)
+    if record is not None and not record.is_comparable:
+        raise CorruptCheckpoint(
+            f"{place}: fingerprints of an output of --saver {record.saver} are of what is stored, which is not what is read from it",
+            code="no-fingerprints",
+        )
     if record is not None:
         return record
     path = place.parent if place.is_file() else place

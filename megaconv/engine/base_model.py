@@ -4,7 +4,6 @@ A run that trained a language model leaves out the image encoder that lay frozen
 prediction those layers: a Hugging Face directory needs them all the same. Everything that is taken is named.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.quantized import dequantize
 from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families.parts.hf_config import QUANTIZATION, load_config
+from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.language_model import INSIDE, TEXT, put_inside
+from megaconv.families.parts.language_model import INSIDE, put_inside
+from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.hub import nothing_at
 
 
@@ -67,12 +67,7 @@ class BaseModel:
 
     def config_json(self, dtype: str) -> bytes:
         """Its config.json, with the dtype that the weights now have."""
-        config = load_config(self.directory / CONFIG_NAME)
-        for part in (config, config.get(TEXT)):
-            if isinstance(part, dict):
-                part.pop(QUANTIZATION, None)
-        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        return whole_config_json(load_config(self.directory / CONFIG_NAME), dtype)
 
     def files(self) -> dict[str, Path]:
         """Everything that is neither weights nor config.json nor code, by file name."""

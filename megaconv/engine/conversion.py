@@ -23,8 +23,9 @@ from megaconv.engine.stream import Stream
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
-from megaconv.families import only_text_converts
+from megaconv.families import sees_or_hears
 from megaconv.hub import Place, resolve
+from megaconv.model.beside import BESIDE
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import LoadOptions
 
@@ -179,7 +180,8 @@ def verify_fingerprint(
 
     completed: the original may have added more tensors, and everything beside a language model.
     """
-    _, source = open_source(path, options=LoadOptions(text_only=completed and only_text_converts(path)))
+    alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
+    _, source = open_source(path, options=LoadOptions(text_only=completed and alone and sees_or_hears(path)))
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")

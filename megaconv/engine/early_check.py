@@ -28,7 +28,7 @@ def refuse_sizes(saver: Any, place: Path | str, load: LoadOptions, save: SaveOpt
 
 def _described(directory: Path, *, text_only: bool) -> ModelConfig | None:
     try:
-        _, config = read_config(directory / CONFIG_NAME, text_only=text_only)
+        _, config = read_config(directory / CONFIG_NAME, text_only=text_only, whole=True)
     except CheckpointError:
         return None
     return config

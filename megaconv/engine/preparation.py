@@ -19,8 +19,9 @@ from megaconv.engine.shifted import PlainSource
 from megaconv.engine.sidecars import code_left_out
 from megaconv.engine.stored_forms import StoredSource
 from megaconv.engine.stream import as_lazy
-from megaconv.errors import UsageError
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
 from megaconv.hub import Place, nothing_at, resolve
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
@@ -64,7 +65,7 @@ class ConvertOptions:
         return {**self.load.extra, **self.save.extra, **self.extra}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a conversion did, or, planned only, would do."""
 
@@ -91,6 +92,11 @@ class Report:
     """The same for people."""
     rounding: Rounding | None = None
     """By how much quantized weights are off, where there are any: those that this run read, when it was resumed."""
+
+    def __repr__(self) -> str:
+        size = f"{self.parameters:,} parameters, {self.nbytes:,} bytes in {len(self.files)} files"
+        done = "planned" if self.fingerprint is None else f"fingerprint {self.fingerprint.weights}"
+        return f"<Report: {self.target}, {self.header.config.family}, {size}, {done}>"
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -205,6 +211,9 @@ def prepare(
         refuse_unused(saver, uses(options.save), options.save)
     source, extra = open_input(place, saver, options)
     written = source.header.manifest
+    if source.header.adapter is not None:
+        _refuse_as_adapter(load_dir, saver, options)
+    _refuse_whole(source.header, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
             f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
@@ -242,6 +251,37 @@ def prepare(
     )  # fmt: skip
     errors = stored.errors if stored is not None and stored.is_fp8 else None
     return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
+
+
+def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions) -> None:
+    """Raises NotExpressible for an output that holds whole models, UsageError for options of these."""
+    if not getattr(registry.saver(saver), "HOLDS_ADAPTER", False):
+        raise NotExpressible(
+            f"{load_dir}: is an adapter, and --saver {saver} writes whole models; --saver peft and --saver core --ckpt-format torch_dist "
+            "translate it, and megaconv merge BASE ADAPTER merges one of peft's into its base"
+        )
+    if options.adapters:
+        raise UsageError(
+            f"--adapter: {load_dir} is an adapter itself; give the base it is to be merged into as --load-dir"
+        )
+    if options.verify and saver == "peft":
+        raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
+
+
+def _refuse_whole(header: Header, saver: str, options: ConvertOptions) -> None:
+    """Raises UsageError for what only a language model by itself can be converted to, or with."""
+    whole, hf = header.config.whole, header.layout is None
+    if whole is None:
+        return
+    name = named(whole.config)
+    alone = "; --text-only converts the language model in it" if hf else ""
+    if not getattr(registry.saver(saver), "HOLDS_WHOLE", False):
+        raise UsageError(f"--saver {saver}: can't hold {name}, which sees or hears, as a whole{alone}")
+    if options.save.base is not None:
+        raise UsageError(f"--base: the source holds all of {name}; leave it out")
+    for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
+        if given:
+            raise UsageError(f"{option}: is not supported for {name}, which sees or hears, as a whole{alone}")
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:

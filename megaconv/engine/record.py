@@ -26,6 +26,7 @@ from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import CheckpointError, CorruptCheckpoint, UnsafeContent
 from megaconv.hub import Place
+from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.model.ir import WEIGHT, Header, Key, TensorInfo
 
@@ -48,6 +49,12 @@ class Record:
     shapes: Mapping[str, str] = field(default_factory=dict)
     """Empty in a record that has none."""
     files: Mapping[str, str] = field(default_factory=dict)
+    saver: str = ""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its hashes are of the tensors that a reader gets: those of a GGUF output are of its blocks."""
+        return self.saver != "gguf"
 
     def changed_files(self) -> dict[str, str]:
         """Small file -> `changed` or `missing`. Raises UnsafeContent for a record that names files elsewhere."""
@@ -71,12 +78,14 @@ class Record:
     def other_tensors(self, manifest: Mapping[Key, TensorInfo]) -> dict[str, str]:
         """Tensor -> how its name or shape is not what was recorded: `missing`, or both shapes.
 
-        Optimizer state counts where the manifest has any. Tensors that were not recorded may be there: of the original that
-        completed an output (`--base`).
+        Optimizer state counts where the manifest has any, and what lies beside a language model too. Tensors that were not
+        recorded may be there: of the original that completed an output (`--base`).
         """
         now = {str(key): described(info) for key, info in manifest.items()}
         slots = any(key.slot != WEIGHT for key in manifest)
-        wanted = (name for name in self.tensors if slots or " (" not in name)  # as Key spells those of a slot
+        beside = any(key.name.startswith(BESIDE) for key in manifest)
+        of_slots = (name for name in self.tensors if slots or " (" not in name)  # as Key spells those of a slot
+        wanted = (name for name in of_slots if beside or not name.startswith(BESIDE))
         found = {name: self._other_shape(name, now.get(name)) for name in wanted}
         return {name: what for name, what in found.items() if what}
 
@@ -163,7 +172,8 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     texts = all(isinstance(table, dict) and all(isinstance(text, str) for text in table.values()) for table in tables)
     if not isinstance(whole, str) or "tensors" not in given or not texts or not isinstance(version, str | None):
         raise CorruptCheckpoint(f"{file}: expected fingerprint and tensors, which megaconv writes there")
-    return Record(root, whole, *tables), version
+    tensors, shapes, files = tables
+    return Record(root, whole, tensors, shapes, files, saver=str(given.get("saver", ""))), version
 
 
 def source_of(record: Record) -> Mapping[str, Any]:
@@ -232,7 +242,7 @@ def check_source(
     altered: tensors that something else is merged into.
     """
     record = find_record(place)
-    if record is None:
+    if record is None or not record.is_comparable:
         return SourceCheck()
     differing = record.other_tensors(written)
     missing = {name: what for name, what in differing.items() if what == "missing" or not other_shapes}

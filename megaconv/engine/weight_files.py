@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -106,7 +106,11 @@ def whole_model(
     spellings = hf_namings(kept) if naming == HF else (naming,)
     if spellings == (HF,):
         _require_experts(config, len(kept), where)
-    natives = max((_expected(family, bounded, each, whole, kept) for each in spellings), key=partial(_fitting, kept))
+    listed = {each: _expected(family, bounded, each, whole, kept) for each in spellings}
+    spelling = max(spellings, key=lambda each: _fitting(kept, listed[each]))
+    natives = listed[spelling]
+    if config.whole is not None:
+        config = replace(config, whole=replace(config.whole, experts=spelling.variants))
     same_names([native.name for native in natives], kept, where)
     placed = [Placed(native, kept[native.name], where) for native in natives]
     shapes = canonical_shapes(family.rows, config)

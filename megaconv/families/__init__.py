@@ -2,7 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -14,11 +14,16 @@ from megaconv.errors import CheckpointError, UnknownFamily, UsageError
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
+from megaconv.families.parts.whole_model import named, whole_config_json
+from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import changed
+from megaconv.model.fields import NOT_COMPUTED, changed, require_kept
 from megaconv.model.table import Row
+
+SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")
+"""Fields that a larger model's config.json may say otherwise: whether there is a head, and layers beyond the last, its files show."""
 
 PROOFS = {
     "megatron-core": "the real megatron-core computes transformers' logits from what is written",
@@ -80,12 +85,22 @@ class Family:
 
     def config_json(self, config: ModelConfig) -> bytes:
         """The config.json to ship: the model's own where it is known. Raises NotExpressible, as write_hf."""
+        if config.whole is not None:
+            return self._whole_config_json(config)
         now = self.write_hf(config)
         if config.hf is None:
             return as_file(now)
         # Layers for multi-token prediction are listed in many a config.json whose files don't hold them.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
         return as_file(updated(config.hf, self.write_hf(before), now))
+
+    def _whole_config_json(self, config: ModelConfig) -> bytes:
+        """Of a model that sees or hears: its own. Raises NotExpressible where the language model is no longer what that describes."""
+        assert config.whole is not None
+        raw = config.whole.config
+        original = self.read_hf(_text_only(raw, CONFIG_NAME))
+        require_kept(config, original, f"the {CONFIG_NAME} of {named(raw)}", but=(*NOT_COMPUTED, *SHOWN_BY_TENSORS))
+        return whole_config_json(raw, config.dtype)
 
 
 REFUSED = {
@@ -149,8 +164,8 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     inside = _family_inside(config)
     if inside is not None:
         raise UnknownFamily(
-            f"{source}: {', '.join(map(str, architectures))} sees or hears, and is not supported as a whole; the language model in it "
-            f"({inside.architectures[0]}) is converted with --text-only, and goes back into the original's files with --base"
+            f"{source}: {', '.join(map(str, architectures))} sees or hears; as a whole it is converted between Hugging Face directories "
+            f"and Megatron core, the language model in it ({inside.architectures[0]}) from the former with --text-only"
         )
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     near = _nearest(asked)
@@ -198,14 +213,19 @@ def _family_inside(raw: Mapping[str, Any]) -> Family | None:
     return next((each for each in all_families().values() if kind in (each.model_type, *each.other_types)), None)
 
 
-def only_text_converts(directory: Path) -> bool:
-    """Whether a Hugging Face directory's model sees or hears, and only the language model in it is of one of the families."""
+def sees_or_hears(directory: Path) -> bool:
+    """Whether a Hugging Face directory's model is none of the families', and the language model in it is."""
     path = directory / CONFIG_NAME
     if not path.is_file():
         return False
     raw = load_config(path)
     with well_formed(str(path)):
-        return _family_of(raw) is None and _family_inside(raw) is not None
+        return _sees_or_hears(raw)
+
+
+def _sees_or_hears(raw: Mapping[str, Any]) -> bool:
+    refused = any(str(architecture) in REFUSED for architecture in raw.get("architectures") or [])
+    return not refused and _family_of(raw) is None and _family_inside(raw) is not None
 
 
 def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -224,18 +244,20 @@ def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     return inside | {"architectures": [family.architectures[0]]}
 
 
-def read_config(path: Path, *, text_only: bool = False) -> tuple[Family, ModelConfig]:
+def read_config(path: Path, *, text_only: bool = False, whole: bool = False) -> tuple[Family, ModelConfig]:
     """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily.
 
     text_only: of one that sees or hears the language model inside. Raises UsageError where there is none.
+    whole: the same as a part of the larger model, which otherwise is refused.
     """
     raw = load_config(path)
     require_countable(raw, str(path))
     try:
         with well_formed(str(path)):
-            raw = _text_only(raw, str(path)) if text_only else raw
+            larger = Whole(raw) if whole and not text_only and _sees_or_hears(raw) else None
+            raw = _text_only(raw, str(path)) if text_only or larger else raw
             found = family_of_hf(raw, str(path))
-            return found, found.read_hf(raw)
+            return found, replace(found.read_hf(raw), whole=larger)
     except CheckpointError as error:  # families know the file by its name alone
         if str(error).startswith(f"{CONFIG_NAME}: "):
             error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)

@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from megaconv.errors import CorruptCheckpoint
+from megaconv.model.beside import Whole
 from megaconv.model.subjects import (
     MLP,
     Attention,
@@ -62,6 +63,8 @@ class ModelConfig:
     pad_token_id: int | None = None
     hf: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """The model's own config.json, unchanged, where it is known."""
+    whole: Whole | None = field(default=None, compare=False, repr=False)
+    """The model that it is a part of, which is converted with it; None where it is all there is."""
     _features: dict[int, frozenset[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.subjects import (
@@ -35,7 +36,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "encoder": Encoder,
     "head": Head,
 }
-_NESTED = ("family", "hf", "_features", "layers", *_SUBJECTS)
+_NESTED = ("family", "hf", "whole", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))
 
 
@@ -79,7 +80,9 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     return {name: value_of(config, name) for name in FIELDS}
 
 
-def from_fields(family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | None = None) -> ModelConfig:
+def from_fields(
+    family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | None = None, whole: Whole | None = None
+) -> ModelConfig:
     """A model from its fields by dotted name; those that are left out have their defaults.
 
     `layers.count` says how many layers there are, and each other field of layers is one value for all, or one for each.
@@ -98,7 +101,7 @@ def from_fields(family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | 
         elif not subject:
             flat[inner] = value
     subjects = {subject: kind(**grouped[subject]) for subject, kind in _SUBJECTS.items()}
-    return ModelConfig(family=family, layers=_layers(values), hf=hf, **flat, **subjects)
+    return ModelConfig(family=family, layers=_layers(values), hf=hf, whole=whole, **flat, **subjects)
 
 
 def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
@@ -117,7 +120,7 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
 
 def changed(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
     """The same model with other values of some fields, by dotted name."""
-    return from_fields(config.family, fields_of(config) | dict(values), config.hf)
+    return from_fields(config.family, fields_of(config) | dict(values), config.hf, config.whole)
 
 
 def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> Any:

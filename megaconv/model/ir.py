@@ -7,11 +7,13 @@ whole, unpadded, [out, in]. A slot says what a tensor is of its parameter: the w
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from formats.tensor import LazyTensor, Shape, byte_count
+from megaconv.model.adapter import AdapterInfo
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.training import ADAM, SGD, TrainingState
@@ -71,6 +73,8 @@ class Header:
     """What the source has added to the values of a tensor; nothing to those that aren't listed. See engine/shifted.py."""
     beside: Mapping[str, int] = field(default_factory=dict)
     """What lies beside the language model and was left out (`vision_tower`) -> how many tensors."""
+    adapter: AdapterInfo | None = None
+    """Set where the tensors are those of an adapter, and not the model's own: `config` is that of the model it is for."""
     revision: str | None = None
     """Of a source that isn't files: changes whenever its content does. None: nobody knows, and a run of it can't be resumed."""
 
@@ -85,7 +89,12 @@ class Header:
 
     @property
     def parameters(self) -> int:
-        return sum(count * prod(info.shape) for info, count in weight_kinds(self.manifest).items())
+        return sum(count * prod(info.shape) for info, count in self.weight_kinds.items())
+
+    @cached_property
+    def weight_kinds(self) -> Counter[TensorInfo]:
+        """`weight_kinds` of the manifest, counted once."""
+        return weight_kinds(self.manifest)
 
 
 def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:

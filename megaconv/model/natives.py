@@ -15,7 +15,7 @@ from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import Naming
 from megaconv.model.regions import Copy, NativeTensor, Region
 from megaconv.model.sharding import RANKS, rank_sizes
-from megaconv.model.table import Row, Separate, Stacked, StackedTransposed, layers_of
+from megaconv.model.table import Row, Separate, Stacked, StackedTransposed, layers_of, with_beside
 
 __all__ = ["Copy", "NativeTensor", "RankTensors", "Region", "native_tensors"]
 
@@ -80,7 +80,7 @@ def native_tensors(
     ep_rank: int = 0,
 ) -> Iterator[NativeTensor]:
     """What a single rank holds of one chunk, as RankTensors.of."""
-    return RankTensors(rows, config, naming, layout, vocab_rows).of(tp_rank, chunk, ep_rank)
+    return RankTensors(with_beside(rows, config), config, naming, layout, vocab_rows).of(tp_rank, chunk, ep_rank)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.sharding import RANKS, rank_sizes
-from megaconv.model.table import Row, evaluate, layers_of
+from megaconv.model.table import Row, evaluate, layers_of, with_beside
 
 
 class RankShare(NamedTuple):
@@ -27,6 +27,7 @@ def rank_shares(rows: tuple[Row, ...], config: ModelConfig, layout: Layout, voca
     Raises LayoutError for sizes that the model can't be sharded to.
     """
     rank_sizes(config, layout, shares_heads=True)
+    rows = with_beside(rows, config)
     divide(vocab_rows, layout.tp, "padded vocabulary", RANKS["tp"])
     held = {pp_rank: RankShare(0, 0) for pp_rank in range(layout.pp)}
     sizes = config.sizes() | {"vocab": vocab_rows}

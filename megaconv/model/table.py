@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from formats.tensor import Shape
+from megaconv.model.beside import BESIDE, Beside
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megaconv.model.naming import KEYS, Naming
@@ -92,6 +93,11 @@ class RopeLast(Separate):
 
     halves: bool
     """Whether the second half of those that rotate belongs to the first, so that they become pairs of neighbours."""
+
+
+@dataclass(frozen=True)
+class SecondHalfFirst(Separate):
+    """A matrix whose two halves of columns this naming scheme has the other way round."""
 
 
 @dataclass(frozen=True)
@@ -258,12 +264,25 @@ def second_names(rows: tuple[Row, ...], naming: Naming) -> dict[str, str]:
     }
 
 
+def with_beside(rows: tuple[Row, ...], config: ModelConfig) -> tuple[Row, ...]:
+    """A family's rows, and those of what lies beside the language model."""
+    beside = () if config.whole is None else config.whole.tensors
+    return (*rows, *map(_beside, beside))
+
+
+def _beside(tensor: Beside) -> Row:
+    """Names in files may have any characters, but those with which a row's have a meaning."""
+    name, hf = BESIDE + tensor.name, BESIDE + tensor.hf
+    shape = " ".join(map(str, tensor.shape))
+    return Row(name, (shape,), stage="first", hf=Transposed(hf) if tensor.transposed else hf, core=name)
+
+
 def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Shape]:
     """Every canonical tensor of a model with its shape, in model order."""
     sizes, shapes = config.sizes(), dict[str, Shape]()
     shaped: dict[Row, list[tuple[str, Shape]]] = {}
     experts = [str(expert) for expert in range(sizes["experts"])]
-    for row, layer in _model_order(rows, config):
+    for row, layer in _model_order(with_beside(rows, config), config):
         if row not in shaped:
             evaluated = (evaluate(shape, sizes) for shape in row.shapes)
             shaped[row] = list(zip(expand(row.canonical), evaluated, strict=True))

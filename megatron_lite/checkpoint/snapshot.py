@@ -47,6 +47,8 @@ class Snapshot:
     objects: Mapping[str, bytes] | None = None
     rank_file: tuple[str, Mapping[str, Any]] | None = None
     """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+    files: Mapping[str, bytes] | None = None
+    """Of a run that trains adapters, by name; on rank 0."""
 
     def copied(self) -> "Snapshot":
         """With tensors that training won't change, in main memory."""
@@ -79,7 +81,7 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
     engine.finish()
     found = tuple(_dist_shards(engine, chunk_places(engine, local=impl == "local"), with_optimizer))
-    objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
+    objects = {} if engine.grid.tp_rank or engine.grid.rank_along("replicas") else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     if not stacks_layers(engine.config):
         common = {**common, "content_metadata": {**common.get("content_metadata", {}), "non_homogeneous_layers": True}}
@@ -206,7 +208,7 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
         listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
         state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
     mixture = engine.config.experts.count > 0
-    if grid.rank_along("edp" if mixture else "dp"):
+    if grid.rank_along("edp" if mixture else "replicas"):
         return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
@@ -258,10 +260,11 @@ def _slot_names(engine: Engine) -> list[str]:
     """The same on every rank, also on one that owns nothing."""
     assert engine.optimizer is not None
     own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
-    if not engine.optimizer.distributed or engine.grid.dp == 1:
+    replicas = engine.grid.group("replicas")
+    if not engine.optimizer.distributed or replicas is None:
         return own
-    sharding: list[Any] = [None] * engine.grid.dp
-    dist.all_gather_object(sharding, own, group=engine.grid.group("dp"))
+    sharding: list[Any] = [None] * comm.size(replicas)
+    dist.all_gather_object(sharding, own, group=replicas)
     return next(names for names in sharding if names)
 
 

@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         latent, rotating = torch.split(self.linear_kv_down_proj(x), [self.latent.kv_rank, rope], -1)
         made: Tensor = self.linear_kv_up_proj(latent)
         k, v = torch.split(made.view(*made.shape[:2], self.heads, -1), [self.nope, v_dim], -1)
-        rotating = comm.for_all_heads(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
+        rotating = comm.shared_over(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
         if run.rotary is not None:
             q_nope, q_rope = torch.split(q, [self.nope, rope], -1)
             q = torch.cat((q_nope, rotate(neighbours_apart(q_rope, rope), *run.rotary)), -1)

@@ -85,7 +85,7 @@ def make_plan(
         raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
-        _check_experts(layout, ranks)
+        _check_experts(layout, ranks, options)
         if options.compile:
             raise NotExpressible(
                 "a mixture of experts can't be compiled yet: how many rows an expert gets changes all the time"
@@ -93,10 +93,10 @@ def make_plan(
     return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_group)
 
 
-def _check_experts(layout: Layout, ranks: TensorGroup) -> None:
+def _check_experts(layout: Layout, ranks: TensorGroup, options: ModelOptions) -> None:
     if layout.etp > 1:
         raise LayoutError(f"expert tensor parallel size is {layout.etp}, but experts can't be sharded yet; take 1")
-    if layout.tp > 1 and not ranks.sequence:
+    if layout.tp > 1 and not ranks.sequence and options.trains:
         raise LayoutError(
             f"a mixture of experts at tp = {layout.tp} needs --sequence-parallel: else each tensor rank would route the same tokens"
         )

@@ -3,7 +3,7 @@
 All sums are in the dtype of the tensor. A failed collective raises and leaves its group unusable: nobody catches it here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,12 @@ def all_gather(whole: Tensor, part: Tensor, group: Group, *, later: bool = False
     return work
 
 
+def broadcast(tensor: Tensor, source: int, group: Group) -> None:
+    """tensor becomes that of a global rank."""
+    if group is not None:
+        dist.broadcast(tensor, source, group=group)
+
+
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Runs of so many rows to each rank, one after the other, and theirs in the order of ranks."""
     found = rows.new_empty(sum(received), *rows.shape[1:])
@@ -61,6 +67,24 @@ def receive(tensor: Tensor, rank: int, group: Group, tag: int) -> Work:
     work = dist.irecv(tensor, rank, group=group, tag=tag)
     assert work is not None, "this rank is in the group"
     return work
+
+
+def shift(tensor: Tensor, group: ProcessGroup, *, tag: int = 0) -> Callable[[], Tensor]:
+    """Start to send it to the next rank of a ring; the result waits, and gives what the one before sent. Keep the tensor until then."""
+    here, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    coming = torch.empty_like(tensor)
+    operations = [
+        dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group, tag),
+        dist.P2POp(dist.irecv, coming, ranks[here - 1], group, tag),
+    ]
+    works = dist.batch_isend_irecv(operations)
+
+    def arrived() -> Tensor:
+        for work in works:
+            work.wait()
+        return coming
+
+    return arrived
 
 
 def overlapping() -> bool:
@@ -114,8 +138,8 @@ class _SumScattered(torch.autograd.Function):
         return gathered(grad, ctx.group), None
 
 
-class _ForAllHeads(torch.autograd.Function):
-    """x of all tokens, which each rank uses for its own heads; the gradient is the sum over them."""
+class _SharedOver(torch.autograd.Function):
+    """What is the same on all ranks, or (gather) their parts one after another; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, gather: bool) -> Tensor:
@@ -131,12 +155,12 @@ class _ForAllHeads(torch.autograd.Function):
         return grad, None, None
 
 
-def for_all_heads(x: Tensor, group: Group, *, gather: bool) -> Tensor:
-    """What every rank has, or (gather) has a part of along the first axis, as a whole for a share of the work on each."""
+def shared_over(x: Tensor, group: Group, *, gather: bool) -> Tensor:
+    """The opposite of sum_over: x, the same on all ranks, or (gather) their parts one after another, for each to use in its own way."""
     if group is None:
         return x
-    whole: Tensor = _ForAllHeads.apply(x, group, gather)  # type: ignore[no-untyped-call]
-    return whole
+    shared: Tensor = _SharedOver.apply(x, group, gather)  # type: ignore[no-untyped-call]
+    return shared
 
 
 def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:

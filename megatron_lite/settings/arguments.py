@@ -32,13 +32,14 @@ REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
     "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
+    "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles",
     "profile_step_end": "profiles", "profile_step_start": "profiles",
 }  # fmt: skip
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
-    "context_parallel_size": "1", "dataloader_type": "single", "expert_tensor_parallel_size": "1",
+    "dataloader_type": "single", "expert_tensor_parallel_size": "1",
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""

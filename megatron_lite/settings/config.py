@@ -83,6 +83,11 @@ class Parallel:
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
+    context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",),
+        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
@@ -240,6 +245,25 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """LoRA; adapters are trained and saved, the model's weights stay as they are"""
+
+    lora_rank: int | None = flag(None, "train adapters of this rank")
+    lora_alpha: float | None = flag(None, "their products are multiplied with alpha / rank (2 x rank)")
+    lora_targets: tuple[str, ...] = flag(
+        ("all-linear",),
+        "modules that have one, by the ends of their names: q_proj, mlp.down_proj, linear_fc1, or all-linear",
+    )
+    lora_dropout: float = flag(0.0, "dropout of what adapters see")
+    lora_rslora: bool = flag(False, "divide alpha by the rank's square root")
+    lora_load: str | None = flag(None, "adapter to go on from, as peft saves it; it says rank, alpha and modules")
+
+    @property
+    def wanted(self) -> bool:
+        return self.lora_rank is not None or self.lora_load is not None
+
+
+@dataclass(frozen=True)
 class Checkpointing:
     """Checkpoints"""
 
@@ -287,6 +311,7 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()
     given: frozenset[str] = frozenset()

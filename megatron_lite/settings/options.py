@@ -32,6 +32,28 @@ class Balancing:
     """In which the router computes; None: that of its input."""
 
 
+CONTEXT = ("p2p", "all_gather", "a2a")
+"""Keys and values wander in a ring, are gathered, or each rank gets some heads of all tokens; by Megatron's words."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adapters beside frozen matrices, by peft's names."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("all-linear",)
+    """Ends of modules' paths, as transformers or Megatron core calls them; `all-linear`: those of all layers."""
+    dropout: float = 0.0
+    """Of what the adapters see."""
+    rslora: bool = False
+    """Divide alpha by the rank's square root."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """How the forward and backward passes run."""
@@ -45,11 +67,17 @@ class ModelOptions:
     recompute: Recompute = Recompute()
     attention: str = "auto"
     """`sdpa`; `flash` (flash-attn, on a GPU); `auto`: flash where it is installed and fits."""
+    trains: bool = True
+    """Whether anything will go backward; a mixture of experts can be sharded in more ways where nothing does."""
     compile: bool = False
     """torch.compile each layer."""
+    context: str = "p2p"
+    """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     balance: Balancing = Balancing()
+    lora: LoRA | None = None
+    """Nothing but adapters is trained; None: everything is."""
     mtp_loss_scale: float = 0.1
     """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128

@@ -14,6 +14,7 @@ def fingerprint(
     text_only: opt.TextOnly = False,
     option: opt.Option = None,
     optimizer: opt.ReadOptimizer = True,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Hash a model: equal for the same weights in any format, naming scheme and layout. Reads everything.
@@ -25,7 +26,7 @@ def fingerprint(
     from megaconv.options import LoadOptions
 
     options = LoadOptions(config, true_vocab_size, optimizer=optimizer, text_only=text_only, extra=opt.extra(option))
-    with Progress("reading", lambda: stored_bytes(path, loader, options)) as progress:
+    with Progress("reading", lambda: stored_bytes(path, loader, options), shown=not quiet) as progress:
         found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:
         print_json(

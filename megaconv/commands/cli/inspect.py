@@ -24,7 +24,7 @@ class _WithOptionalGlob(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         filled: list[str] = []
-        for word, after in zip(args, [*args[1:], "--"], strict=True):
+        for word, after in zip(args, [*args, "--"][1:], strict=True):
             filled += [word, "*"] if word == "--tensors" and after.startswith("-") else [word]
         return super().parse_args(ctx, filled)
 
@@ -55,8 +55,10 @@ def inspect(
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
+    text_only: opt.TextOnly = False,
     option: opt.Option = None,
     check_source: opt.CheckSource = True,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
@@ -68,7 +70,7 @@ def inspect(
     from megaconv.hub import resolve
     from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
+    options = LoadOptions(config, true_vocab_size, optimizer=False, text_only=text_only, extra=opt.extra(option))
     place = resolve(path, metadata_only=not stats)
     found: Any = replace(look(place, options, loader, check_source=check_source), path=path)
     shown: list[Any] = []
@@ -76,12 +78,12 @@ def inspect(
     if any((tree, tensors is not None, layout, stats, megatron_args, html)):
         from megaconv.commands.views.requested import Asked, Subject, views
 
-        asked = Asked(tree, tensors, layout, stats, megatron_args, html)
+        asked = Asked(tree, tensors, layout, stats, megatron_args, html, quiet)
         shown = views(Subject(path, place, found, options), asked, blocks=has_blocks(), columns=width)
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
-        for line in (piece for view in shown for line in view.lines for piece in folded(line, width)):
+        for line in (piece for view in shown for whole in view.lines for piece in folded(whole, width)):
             show(line)
         for note in (note for view in shown for note in view.notes):
             show(f"megaconv: {note}", sys.stderr)

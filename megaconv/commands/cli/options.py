@@ -1,5 +1,6 @@
 """Options of the commands, with their help texts and with the spellings of Megatron-LM's own converter."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,26 @@ TrueVocab = Annotated[
 ]
 Source = Annotated[str | None, typer.Argument(metavar="[SRC]", help="The input, as --load-dir has it.")]
 Target = Annotated[str | None, typer.Argument(metavar="[DST]", help="The output directory, as --save-dir has it.")]
+
+
+def _quiet_downloads(quiet: bool) -> bool:
+    """The Hub's client shows bars of its own, unless its environment says otherwise before it is imported."""
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return quiet
+
+
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print neither progress nor a summary; warnings and errors alone.")
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        callback=_quiet_downloads,
+        help="Print neither progress nor a summary; warnings and errors alone.",
+    ),
+]
+NoProgress = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_quiet_downloads, help="Show no progress; the result is printed.")
 ]
 LoadDir = Annotated[
     str | None,

@@ -21,6 +21,7 @@ def plan(
     loader: opt.Loader = None,
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
+    text_only: opt.TextOnly = False,
     option: opt.Option = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -32,7 +33,7 @@ def plan(
     from megaconv.commands.layouts import layouts
     from megaconv.options import LoadOptions, byte_size
 
-    options = LoadOptions(config, true_vocab_size, optimizer=False, extra=opt.extra(option))
+    options = LoadOptions(config, true_vocab_size, optimizer=False, text_only=text_only, extra=opt.extra(option))
     header = inspect(path, options, loader, check_source=False).header
     found = layouts(header, gpus, None if gpu_memory is None else byte_size(gpu_memory))
     if as_json:

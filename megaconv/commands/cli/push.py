@@ -51,6 +51,7 @@ def push(
     include: Include = None,
     exclude: Exclude = None,
     dry_run: PushDryRun = False,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Put a model on the Hugging Face Hub in one commit, and compare what arrived with what was sent (exit status 4 if it differs).

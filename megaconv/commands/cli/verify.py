@@ -14,6 +14,7 @@ def verify(
     config: opt.Config = None,
     true_vocab_size: opt.TrueVocab = None,
     option: opt.Option = None,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
@@ -25,12 +26,12 @@ def verify(
     from megaconv.options import LoadOptions
 
     options = LoadOptions(config, true_vocab_size, extra=opt.extra(option))
-    with Progress("verifying", lambda: stored_bytes(path, loader, options)) as progress:
+    with Progress("verifying", lambda: stored_bytes(path, loader, options), shown=not quiet) as progress:
         found = run(path, options, advance=progress.advance, loader=loader)
     if as_json:
         print_json(found.to_json())
     elif found.same:
-        files = f" and {found.files} other files" if found.files else ""
+        files = f" and {found.files} other file{'s' * (found.files != 1)}" if found.files else ""
         show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
     else:
         show(f"different: fingerprint {found.found}, written was {found.recorded}")

@@ -1,18 +1,20 @@
-"""`inspect --html`: a report in one file, which asks nobody for anything: no request leaves the page."""
+"""`inspect --html` and `diff --html`: a report in one file, which asks nobody for anything: no request leaves the page."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megaconv.commands.comparison import Diff
 from megaconv.commands.inspection import Inspection
+from megaconv.commands.movement import Movement
 from megaconv.commands.survey import Survey
 from megaconv.commands.views import layout
 from megaconv.commands.views.tree import tree
 from megaconv.engine.statistics import Statistics
-from megaconv.errors import LayoutError
-from megaconv.model.ir import WEIGHT
+from megaconv.errors import LayoutError, UsageError
+from megaconv.model.ir import WEIGHT, Header, Key, TensorInfo
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
@@ -20,12 +22,68 @@ TEMPLATE = Path(__file__).with_name("report.html")
 def report(found: Inspection | Survey, stats: Mapping[str, Statistics]) -> str:
     """The page. stats: of the tensors, where somebody asked for them."""
     rows = _rows(found, stats)
+    return _page(found.path, found.lines(), rows, STATISTICS, _layout(found))
+
+
+def movement_report(a: str, b: str, left: Header, found: Diff, moved: Movement) -> str:
+    """The page about how far B has moved from A. left: of A, whose tensors are listed."""
+    of_tensor = {tensor.name: tensor for tensor in moved.tensors}
+    rows = [
+        row | ({"stats": of_tensor[row["name"]].to_json()} if row["name"] in of_tensor else {})
+        for row in _described((key.name, info.shape, info.dtype, info.nbytes) for key, info in weights_of(left))
+    ]
+    layers = [{"name": layer.name, "stats": layer.to_json()} for layer in moved.layers()]
+    configuration = [
+        ("configuration", f"{name} is {ours!r} in A, {theirs!r} in B") for name, ours, theirs in found.config
+    ]
+    different = f"{len(found.differences)} of {found.tensors} differ"
+    facts = [("A", a), ("B", b), ("tensors", different), *configuration]
+    return _page(f"{b}, moved from {a}", facts, rows, MOVEMENT, layers=layers)
+
+
+class Numbers(NamedTuple):
+    """Which numbers of a tensor a page shows."""
+
+    about: str
+    measures: Mapping[str, str]
+    """Those that are plotted by layer, with what the choice calls them."""
+    columns: Sequence[str]
+    """Those of the table."""
+
+
+STATISTICS = Numbers(
+    "Statistics by layer",
+    {"std": "standard deviation", "mean": "mean", "min": "minimum", "max": "maximum"},
+    ("mean", "std", "min", "max", "zeros", "nan", "infinite"),
+)
+MOVEMENT = Numbers(
+    "How far it has moved, by layer",
+    {
+        "relative": "norm of the difference over that of A",
+        "max_abs": "largest difference",
+        "changed": "elements changed",
+    },
+    ("relative", "max_abs", "changed"),
+)
+
+
+def _page(
+    title: str,
+    facts: Iterable[tuple[str, str]],
+    rows: list[dict[str, Any]],
+    numbers: Numbers,
+    layout: dict[str, Any] | None = None,
+    layers: Sequence[dict[str, Any]] = (),
+) -> str:
+    """layers: numbers of whole layers, where there are any, by their names."""
     document = {
-        "path": found.path,
-        "facts": [list(line) for line in found.lines()],
+        "path": title,
+        "facts": [list(line) for line in facts],
         "tree": tree({row["name"]: (row["parameters"], row["bytes"]) for row in rows}).to_json(),
-        "layout": _layout(found),
+        "layout": layout,
         "tensors": rows,
+        "layers": list(layers),
+        **numbers._asdict(),
     }
     # A name may hold anything, also what ends a script; as an escape it is the same JSON.
     data = json.dumps(document).replace("<", "\\u003c")
@@ -45,10 +103,26 @@ def _rows(found: Inspection | Survey, stats: Mapping[str, Statistics]) -> list[d
     if isinstance(found, Survey):
         listed = [(tensor.name, tensor.shape, tensor.dtype, tensor.nbytes) for tensor in found.tensors]
     else:
-        manifest = found.header.manifest.items()
-        listed = [(key.name, info.shape, info.dtype, info.nbytes) for key, info in manifest if key.slot == WEIGHT]
+        listed = [(key.name, info.shape, info.dtype, info.nbytes) for key, info in weights_of(found.header)]
+    return [
+        row | ({"stats": stats[row["name"]].to_json()} if row["name"] in stats else {}) for row in _described(listed)
+    ]
+
+
+def weights_of(header: Header) -> Iterator[tuple[Key, TensorInfo]]:
+    return ((key, info) for key, info in header.manifest.items() if key.slot == WEIGHT)
+
+
+def _described(listed: Iterable[tuple[str, Sequence[int], str, int]]) -> list[dict[str, Any]]:
     return [
         {"name": name, "shape": list(shape), "dtype": dtype, "parameters": prod(shape), "bytes": nbytes}
-        | ({"stats": stats[name].to_json()} if name in stats else {})
         for name, shape, dtype, nbytes in listed
     ]
+
+
+def require_place(page: Path) -> None:
+    """Before everything is read for a page that can't be written. Raises UsageError."""
+    if page.is_dir():
+        raise UsageError(f"--html {page}: is a directory; give the name of a file")
+    if not page.parent.is_dir():
+        raise UsageError(f"--html {page}: there is no such directory as {page.parent}")

@@ -35,6 +35,8 @@ class Asked:
     megatron_args: bool = False
     html: Path | None = None
     """File of the report; with `stats` it shows them too."""
+    quiet: bool = False
+    """Show no progress."""
 
 
 class View(NamedTuple):
@@ -77,12 +79,12 @@ def views(subject: Subject, asked: Asked, *, blocks: bool = True, columns: int |
     Raises CheckpointError.
     """
     if asked.html is not None:
-        _require_place(asked.html)
+        report.require_place(asked.html)
     makers: list[tuple[object, Callable[[], View]]] = [
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
         (asked.layout, lambda: _layout(subject, blocks)),
-        (asked.stats and asked.html is None, lambda: _stats(subject, blocks, columns)),
+        (asked.stats and asked.html is None, lambda: _stats(subject, asked, blocks, columns)),
         (asked.megatron_args, lambda: _megatron_args(subject)),
         (asked.html is not None, lambda: _html(subject, asked)),
     ]
@@ -124,15 +126,19 @@ def _layout(subject: Subject, blocks: bool) -> View:
     return View("layout", picture.to_json(), picture.lines(blocks=blocks))
 
 
-def _stats(subject: Subject, blocks: bool, columns: int | None) -> View:
-    found = statistics_of(subject)
+def _stats(subject: Subject, asked: Asked, blocks: bool, columns: int | None) -> View:
+    found = statistics_of(subject, asked)
     return View("stats", stats.to_json(found), stats.lines(found, blocks=blocks, columns=columns))
 
 
-def statistics_of(subject: Subject) -> dict[str, Statistics]:
+def statistics_of(subject: Subject, asked: Asked) -> dict[str, Statistics]:
     """Of all weights. Reads everything."""
-    with Progress("reading", lambda: sum(nbytes for _, nbytes in sizes(subject.found).values())) as progress:
+    with Progress("reading", lambda: _weight_bytes(subject.found), shown=not asked.quiet) as progress:
         return all_statistics(list(_lazy(subject)), default_workers(writing=False), progress.advance)
+
+
+def _weight_bytes(found: Found) -> int:
+    return sum(nbytes for _, nbytes in sizes(found).values())
 
 
 def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
@@ -147,16 +153,8 @@ def _megatron_args(subject: Subject) -> View:
     return View("megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes)
 
 
-def _require_place(page: Path) -> None:
-    """Before --stats reads everything for a page that can't be written. Raises UsageError."""
-    if page.is_dir():
-        raise UsageError(f"--html {page}: is a directory; give the name of a file")
-    if not page.parent.is_dir():
-        raise UsageError(f"--html {page}: there is no such directory as {page.parent}")
-
-
 def _html(subject: Subject, asked: Asked) -> View:
     assert asked.html is not None
-    page = report.report(subject.found, statistics_of(subject) if asked.stats else {})
+    page = report.report(subject.found, statistics_of(subject, asked) if asked.stats else {})
     asked.html.write_text(page, encoding="utf-8")
     return View("html", str(asked.html), [f"{asked.html}: {readable(len(page.encode()))}"])

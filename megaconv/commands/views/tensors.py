@@ -32,9 +32,9 @@ class TensorLine:
             )
             held = ", ".join(f"{file} at {offset:,}" if offset is not None else file for file, offset in place.files)
             again = " (again)" if place.copy else ""
-            where = (
-                f"{place.where}: " if place.where and not any(place.where in file for file, _ in place.files) else ""
-            )
+            rank, _, chunk = place.where.partition(" (")  # of a virtual pipeline: `... (model1)`
+            told = any(rank in file for file, _ in place.files)
+            where = (f"{chunk.rstrip(')')}: " if chunk else "") if told else f"{place.where}: " if place.where else ""
             yield f"    {where}{place.native or self.name}{slices}{again}  {held}".rstrip()
 
 

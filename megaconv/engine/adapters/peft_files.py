@@ -24,8 +24,9 @@ from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput,
 from megaconv.model.check import listing
 
 CONFIG = "adapter_config.json"
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX = "base_model.model."
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Newer first."""
+PREFIX = "base_model.model."
 _PARTS = {
     "lora_A.weight": "a", "lora_B.weight": "b", "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude", "lora_embedding_A": "a", "lora_embedding_B": "b",
@@ -34,7 +35,7 @@ _PARTS = {
 
 _READ = frozenset((
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_parameters"),
-    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path"),
+    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path", "lora_dropout"),
 ))  # fmt: skip
 _HARMLESS = frozenset((
     # What the tensors show: which modules have an adapter, which tensors are replaced.
@@ -42,7 +43,7 @@ _HARMLESS = frozenset((
     # The family's table knows which weights are stored [in, out].
     "fan_in_fan_out",
     # Of training alone.
-    *("lora_dropout", "inference_mode", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("inference_mode", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     # Names, and defaults of what is refused where it is switched on.
     *("task_type", "revision", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "runtime_config"),
 ))  # fmt: skip
@@ -67,6 +68,8 @@ class AdapterConfig:
     """Whether head and embedding stay one tensor where the embedding has an adapter."""
     base: str = ""
     """What it was trained on, for people."""
+    dropout: float = 0.0
+    """Of training; travels along."""
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.ranks, module, self.rank))
@@ -75,6 +78,11 @@ class AdapterConfig:
         """What the product of a module's two matrices is multiplied with."""
         alpha = _by_pattern(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def alpha_of(self, module: str, rank: int) -> float:
+        """What gives the same scale when it is divided by the rank, as all but rsLoRA do."""
+        alpha = _by_pattern(self.alphas, module, self.alpha)
+        return alpha * math.sqrt(rank) if self.rslora else alpha
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
@@ -116,10 +124,10 @@ def open_adapter(directory: Path) -> Adapter:
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
         )
     config = read_config(directory / CONFIG)
-    weights = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
+    weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
     if weights is None:
         raise CorruptCheckpoint(
-            f"{directory}: has an {CONFIG} but no weights; expected {' or '.join(_WEIGHTS)}", code="missing-file"
+            f"{directory}: has an {CONFIG} but no weights; expected {' or '.join(WEIGHTS)}", code="missing-file"
         )
     modules, replaced = _sorted_out(read_file(weights), str(weights))
     return Adapter(directory, config, modules, replaced, weights)
@@ -142,6 +150,7 @@ def read_config(path: Path) -> AdapterConfig:
             _names(raw, "target_parameters"),
             _flag(raw, "ensure_weight_tying"),
             _text(raw, "base_model_name_or_path"),
+            _dropout(raw.get("lora_dropout") or 0.0),
         )
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise CorruptCheckpoint(
@@ -168,6 +177,12 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 31:
         raise ValueError(f"{value!r} is no rank and no alpha")
     return value
+
+
+def _dropout(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{value!r} is no dropout")
+    return float(value)
 
 
 def _rank(value: Any) -> int:
@@ -210,11 +225,9 @@ def _sorted_out(
     replaced: dict[str, LazyTensor] = {}
     embeddings = set()
     for name, tensor in tensors.items():
-        if not name.startswith(_PREFIX):
-            raise TensorMismatch(
-                f"{where}: {name}: names of a peft adapter begin with {_PREFIX}", code="unknown-tensor"
-            )
-        rest = name.removeprefix(_PREFIX)
+        if not name.startswith(PREFIX):
+            raise TensorMismatch(f"{where}: {name}: names of a peft adapter begin with {PREFIX}", code="unknown-tensor")
+        rest = name.removeprefix(PREFIX)
         module, end = _split(rest)
         if end:
             parts.setdefault(module, {})[_PARTS[end]] = tensor
@@ -237,3 +250,8 @@ def _split(name: str) -> tuple[str, str]:
         if name.endswith("." + end):
             return name[: -len(end) - 1], end
     return name, ""
+
+
+def module_path(module: str) -> str:
+    """Its path in the model, without what peft wrapped it in."""
+    return module.replace(".base_layer", "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from formats.tensor import LazyTensor, Shape
 from megaconv.engine.adapters.low_rank import Change, Delta, ScaledVector, Spread
-from megaconv.engine.adapters.peft_files import Adapter, ModuleAdapter
+from megaconv.engine.adapters.peft_files import Adapter, ModuleAdapter, module_path
 from megaconv.engine.assembled import Placed, assemble
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family
@@ -57,13 +57,20 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     return found
 
 
+def weights_of(adapter: Adapter, family: Family, config: ModelConfig) -> Iterator[tuple[ModuleAdapter, NativeTensor]]:
+    """The weight that each module's adapter is beside, as transformers calls it. Raises TensorMismatch, NotExpressible."""
+    names = _Names(family, config, str(adapter.weights))
+    for module in adapter.modules:
+        yield module, names.target(module)
+
+
 def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfig:
     """The model's configuration, without the tie of head and embedding where the adapter is about one of them."""
     if not config.tie_embeddings or adapter.config.keeps_tie:
         return config
     names = _Names(family, config, str(adapter.weights))
     shared = {name for native in names.natives.values() if native.copy is not None for name in native.parts}
-    touched = [*adapter.replaced, *(_path(module.module) + ".weight" for module in adapter.modules)]
+    touched = [*adapter.replaced, *(module_path(module.module) + ".weight" for module in adapter.modules)]
     if not any(name in names.natives and shared & names.natives[name].parts.keys() for name in touched):
         return config
     untied = changed(config, {"tie_embeddings": False})
@@ -72,11 +79,6 @@ def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfi
             f"{adapter.weights}: changes the embedding alone, which this family's models have as their head too"
         )
     return untied
-
-
-def _path(module: str) -> str:
-    """Of a module in the model, without what peft wraps it in."""
-    return module.replace(".base_layer", "")
 
 
 @dataclass
@@ -112,7 +114,7 @@ class _Names:
 
     def target(self, module: ModuleAdapter) -> NativeTensor:
         """The weight that a module's adapter changes."""
-        path = _path(module.module)
+        path = module_path(module.module)
         if path + ".weight" in self.natives or self.family.prefix + path + ".weight" in self.natives:
             return self.native(path + ".weight")
         stacked = [self.natives[name] for name in self.natives if name.rpartition(".")[0] == path]
@@ -168,7 +170,7 @@ def _changes_of_module(
 ) -> Iterator[tuple[str, Change]]:
     if len(module.a.shape) != 2 or len(module.b.shape) != 2:
         raise TensorMismatch(f"{adapter.weights}: {module.module}: its matrices have to have two axes")
-    native, path = names.target(module), _path(module.module)
+    native, path = names.target(module), module_path(module.module)
     experts, outs, ins = _sizes(native) if len(native.shape) > 1 else (1, native.shape[0], 1)
     flipped = _flipped(native)
     if module.embedding:  # peft calls the vocabulary its input, the model has a row for each of it

@@ -55,7 +55,7 @@ _READ = """
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
-    megaconv_left_out megaconv_qk_norm_width megaconv_indexer_order
+    megaconv_left_out megaconv_qk_norm_width megaconv_indexer_order megaconv_hf_names
 """
 READ = frozenset(_READ.split())
 """What megaconv asks a checkpoint's arguments for."""

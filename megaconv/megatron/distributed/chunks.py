@@ -60,6 +60,8 @@ def chunks_of(
 
 def _axes(whole: Shape, rows: range, cols: range) -> tuple[Shape, Shape]:
     """(offset, shape) of a rectangle in the axes of the tensor, those between the first and the last whole."""
+    if not whole:
+        return (), ()
     if len(whole) == 1:
         return (rows.start,), (len(rows),)
     inner = whole[1:-1]

@@ -21,6 +21,7 @@ from math import prod
 from formats.chunked import ChunkedTensor, joined
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Shape
+from megaconv.megatron.states.whole_names import LANGUAGE_MODEL, apart
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 
@@ -46,11 +47,15 @@ _MOST_STACKED = 1 << 16
 _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
-def model_tensors(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """The weights alone, without the prefix (`module.`, `model.` ...) that frameworks around Megatron put before names."""
+def model_tensors(tensors: Mapping[str, ChunkedTensor]) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
+    """(the weights alone, those beside the language model in a model that sees or hears), by the names that Megatron has.
+
+    Frameworks around Megatron put a prefix (`module.`, `model.` ...) before them.
+    """
     names = [name for name in tensors if not _NOT_MODEL.match(name)]
     prefix = next((found[1] for name in names if (found := _PREFIX.fullmatch(name))), "")
-    return {name.removeprefix(prefix): tensors[name] for name in names}
+    outer = prefix.removesuffix(LANGUAGE_MODEL)
+    return apart({name.removeprefix(outer): tensors[name] for name in names})
 
 
 def has_optimizer(names: Collection[str]) -> bool:
@@ -62,7 +67,9 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 
     Raises CorruptCheckpoint for halves of a tensor that don't fit each other.
     """
-    single = _joined(dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor)))
+    single = dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor))
+    if any(_PIECE.fullmatch(name) for name in tensors):  # of few keys, rather than of all layers' names
+        single = _joined(single)
     whole = {}
     for name, tensor in single.items():
         if name.endswith("_w") and f"{name[:-2]}_v" in single:
@@ -118,7 +125,7 @@ def _unstack(name: str, tensor: ChunkedTensor) -> list[ChunkedTensor]:
 
 def _norm_before_experts(name: str, names: Collection[str]) -> str:
     """Local layers call it after a matrix that layers with experts don't have."""
-    found = _LAYER.fullmatch(name)
+    found = _LAYER.fullmatch(name) if _FC1_NORM in name else None
     if found and found[3].startswith(_FC1_NORM) and f"{found[1]}{found[2]}.mlp.router.weight" in names:
         return f"{found[1]}{found[2]}.{_MLP_NORM}{found[3].removeprefix(_FC1_NORM)}"
     return name

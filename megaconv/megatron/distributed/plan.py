@@ -24,6 +24,8 @@ from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_f
 from megaconv.megatron.optimizer.training_output import output_training
 from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.names import extra_states, is_of_linear_layer
+from megaconv.megatron.states.whole_names import in_whole
+from megaconv.model.beside import BESIDE
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
@@ -106,8 +108,12 @@ class GlobalModel:
         stacked = stacks_layers(config)
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
-        for native in chain.from_iterable(map(pieces, natives)):
+        called = in_whole if config.whole else str
+        inside = [native for native in natives if not native.name.startswith(BESIDE)]
+        beside = [native for native in natives if native.name.startswith(BESIDE)]
+        for native in chain(beside, *map(pieces, inside)):
             key, place = stack(native.name, layers=stacked, local=renamed)
+            key = called(key)
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
             slots = () if native.copy else optimizer.tensors(native)
@@ -115,7 +121,8 @@ class GlobalModel:
                 chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
         _require_one_dtype(chunks)
-        return cls(stacked, chunks, shapes, list(_extra_objects(natives, stacked, local)))
+        objects = [(called(key), *rest) for key, *rest in _extra_objects(inside, stacked, local)]
+        return cls(stacked, chunks, shapes, objects)
 
 
 def _require_one_dtype(chunks: list[PlannedChunk]) -> None:

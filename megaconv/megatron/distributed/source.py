@@ -10,12 +10,12 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.chunked import ChunkedTensor
 from formats.errors import CorruptCheckpoint
-from megaconv.errors import UnknownFormat, UnsupportedInput
+from megaconv.errors import UnknownFormat
 from megaconv.megatron.distributed.keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
 from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
 from megaconv.megatron.distributed.run_config import NEMO, RUN_CONFIG, describe, latest_version, nemo_weights
@@ -23,8 +23,6 @@ from megaconv.megatron.rank_files.source import RankSource
 from megaconv.megatron.states.ranks import RankId, Ranks, Weights
 from megaconv.options import LoadOptions
 
-_ADAPTER = ".adapter."
-"""In the names of an adapter's tensors."""
 _log = logging.getLogger("megaconv")
 
 
@@ -52,15 +50,28 @@ def _find_version(path: Path) -> Path | None:
     return rank_files.find_version(path) or nemo_weights(path) or latest_version(path)
 
 
-def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
-    """(the checkpoint as one rank, its format). Raises UnknownFormat, CorruptCheckpoint, UnsafeContent, UnsupportedInput."""
+class DistFiles(NamedTuple):
+    """An opened distributed checkpoint."""
+
+    version: Path
+    backend: str
+    directory: Directory
+    tensors: Mapping[str, ChunkedTensor]
+    """By key."""
+
+
+def open_files(path: Path) -> DistFiles:
+    """Raises UnknownFormat, CorruptCheckpoint, UnsafeContent."""
     found = find_dist(path)
     if found is None:
         raise UnknownFormat(f"{path}: holds no distributed Megatron checkpoint")
-    version, backend = found
-    directory = _open(version, backend)
-    tensors = directory.tensors()
-    _refuse_adapter(version, tensors)
+    directory = _open(*found)
+    return DistFiles(*found, directory, directory.tensors())
+
+
+def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
+    """The checkpoint as one rank. Raises CorruptCheckpoint, UnsafeContent, UnsupportedInput."""
+    version, _, directory, tensors = files
     state = dict(_common(version, directory))
     args, writer = state.get("args"), ""
     if not isinstance(args, Namespace):
@@ -71,10 +82,12 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
     if not options.metadata_only:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
-    weights: Weights = dict(unstack(model_tensors(tensors)))
+    inside, beside = model_tensors(tensors)
+    weights: Weights = dict(unstack(inside))
     ranks = Ranks(
-        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE}
-    )
+        1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE},
+        {rank: dict(beside)},
+    )  # fmt: skip
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     stored = has_optimizer(tensors) or has_optimizer(directory.objects())
     if stored and writer == NEMO:
@@ -83,7 +96,7 @@ def open_dist(path: Path, options: LoadOptions) -> tuple[RankSource, str]:
         stored = False
     flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
     optimizer = DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
-    return RankSource(listing, ranks, args, optimizer, writer), backend
+    return RankSource(listing, ranks, args, optimizer, writer)
 
 
 def _open(version: Path, backend: str) -> Directory:
@@ -113,16 +126,6 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
     if not isinstance(common, dict):
         raise CorruptCheckpoint(f"{file}: should hold a dictionary, found {type(common).__name__}")
     return common
-
-
-def _refuse_adapter(version: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
-    """Raises UnsupportedInput for a checkpoint of an adapter alone."""
-    names = list(model_tensors(tensors))
-    if names and all(_ADAPTER in name for name in names):
-        raise UnsupportedInput(
-            f"{version}: is an adapter of Megatron-Bridge ({names[0]}), which holds only what is added to a model; merge it into "
-            "its base with Megatron-Bridge, and convert what comes out"
-        )
 
 
 def _warn_of_scales(version: Path, directory: Directory) -> None:

@@ -18,16 +18,20 @@ from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER, ROPE_LAST, writes_rope_last
+from megaconv.megatron.arguments.whole import whole_arguments
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
-from megaconv.megatron.states.order import ModuleOrder
+from megaconv.megatron.states.order import ModuleOrder, NameOrder
+from megaconv.megatron.states.whole_names import in_whole
+from megaconv.model.beside import BESIDE
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, RankTensors, Region
+from megaconv.model.table import with_beside
 from megaconv.options import SaveOptions
 
 DEFAULT_DIVISOR = 128
@@ -164,6 +168,7 @@ def megatron_args(
     )
     if writes_rope_last(header.config, options.extra):
         arguments[INDEXER_ORDER] = ROPE_LAST
+    arguments |= whole_arguments(header.config.whole)
     return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
 
 
@@ -265,7 +270,7 @@ class _Planner:
     def _tensors(self) -> tuple[RankTensors, RankTensors]:
         """(those that expert ranks have alike, those of experts)."""
         config, naming = self.header.config, self.style.naming
-        rows = family(config.family).rows
+        rows = with_beside(family(config.family).rows, config)
         dense, experts = (tuple(row for row in rows if row.of_experts == kind) for kind in (False, True))
         return (
             RankTensors(dense, config, naming, self.layout, self.padded),
@@ -278,7 +283,11 @@ class _Planner:
             natives = dense.of(tp_rank, chunk)
             self._dense[tp_rank, chunk] = [n for n in natives if n.copy is None or n.copy.written]
         found = [*self._dense[tp_rank, chunk], *experts.of(tp_rank, chunk, ep_rank)]
-        return sorted(found, key=lambda native: self.style.order(native.name))
+        return sorted(found, key=lambda native: self._order(native.name))
+
+    def _order(self, name: str) -> NameOrder:
+        """A tower comes before the language model, as its files list it."""
+        return () if name.startswith(BESIDE) else self.style.order(name)
 
     def _record(self, model: str, name: str) -> str:
         """One string for all files."""
@@ -301,7 +310,9 @@ class _Planner:
             "checkpoint_version": 3.0,
             "iteration": self.header.training.iteration or 1,
         }
-        state |= {model: self.style.nest(dict(self._entries(model, natives))) for model, natives in models.items()}
+        called = in_whole if self.header.config.whole else str
+        for model, natives in models.items():
+            state[model] = self.style.nest({called(name): entry for name, entry in self._entries(model, natives)})
         operations = self.header.training.floating_point_operations
         return {**state, **training, "num_floating_point_operations_so_far": operations}
 
@@ -310,9 +321,10 @@ class _Planner:
             native.name: Placeholder(f"{model}/{native.name}", native.shape, native_dtype(self.header, native))
             for native in natives
         }
-        for name, is_tensor in self.style.extra_states(entries).items():
+        inside = [name for name in entries if not name.startswith(BESIDE)]
+        for name, is_tensor in self.style.extra_states(inside).items():
             entries[name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
-        yield from sorted(entries.items(), key=lambda entry: self.style.order(entry[0]))
+        yield from sorted(entries.items(), key=lambda entry: self._order(entry[0]))
 
     def _place(
         self,

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from formats import rank_files
 from formats.errors import CorruptCheckpoint
+from formats.tensor import Shape
 from megaconv.engine.assembled import Placed, assemble
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
-from megaconv.families import family, read_config
+from megaconv.families import family, read_config, sees_or_hears
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import refuse_optimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
@@ -26,6 +28,7 @@ from megaconv.megatron.arguments.sizes import (
     with_stacks,
 )
 from megaconv.megatron.arguments.tokenizer import NamedTokenizer, named_tokenizer
+from megaconv.megatron.arguments.whole import read_whole, refuse_unknown_beside, without_images
 from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
 from megaconv.megatron.optimizer.source import (
     Optimizers,
@@ -38,6 +41,7 @@ from megaconv.megatron.optimizer.source import (
 )
 from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.model.beside import BESIDE
 from megaconv.model.ceilings import ITERATION, VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig, value_of
@@ -111,6 +115,7 @@ def open_model(
 
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
+    source, beside = _without_images(source, options)
     listing, ranks, args = source.listing, source.ranks, source.args
     names = with_stacks(spellings.size_tensors, ranks)
     sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
@@ -118,7 +123,10 @@ def open_model(
         layout = find_layout(ranks, args, names)
         found = find_sizes(ranks, layout, args, names)
     legacy = spellings.naming == LEGACY
-    config = _configure(found, args, sidecars, required=options.config is not None, legacy=legacy)
+    config = _configure(
+        found, args, sidecars, required=options.config is not None, legacy=legacy, text_only=options.text_only
+    )
+    config = _with_beside(config, beside, source, sidecars, options)
     if config.experts.count:
         with well_formed("the experts' shapes"):
             etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
@@ -137,6 +145,8 @@ def open_model(
     # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that run's
     # layout (open_buckets): its tensors have places of their own, which then replace `placed`.
     wanted = options.optimizer and training.optimizer is not None
+    if wanted:
+        refuse_optimizer(config, ranks.files[min(ranks.files)])
     if wanted and layout.encoder_stage_layers and training.optimizer and training.optimizer.kind == "distributed":
         raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {ENCODER_STAGES}; {WITHOUT}")
     optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, spellings.naming)
@@ -172,14 +182,43 @@ def open_model(
     return OpenedSource(header, {} if options.metadata_only else tensors)
 
 
+def _without_images(source: RankSource, options: LoadOptions) -> tuple[RankSource, dict[str, Shape]]:
+    """(as a language model by itself is read, the tensors beside it by name). Those are dropped where text alone is asked for."""
+    ranks = source.ranks
+    held = ranks.beside.get(min(ranks.states), {})
+    beside = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    if options.text_only:
+        ranks = replace(ranks, beside={})
+    args = without_images(source.args) if beside else source.args
+    return replace(source, ranks=ranks, args=args), beside
+
+
+def _with_beside(
+    config: ModelConfig, beside: Mapping[str, Shape], source: RankSource, sidecars: Path, options: LoadOptions
+) -> ModelConfig:
+    """The model as a part of the larger one that the checkpoint holds. Raises UsageError where nobody says which that is."""
+    where = source.ranks.files[min(source.ranks.files)]
+    if options.text_only:
+        if not beside and not sees_or_hears(sidecars):
+            raise UsageError(f"--text-only: {where}: holds a language model alone; leave it out")
+        return config
+    if config.whole is None:
+        refuse_unknown_beside(beside, where)
+        return config
+    return replace(config, whole=read_whole(config.whole, beside, source.args, where))
+
+
 def _configure(
-    found: Mapping[str, Any], args: Namespace, directory: Path, *, required: bool, legacy: bool
+    found: Mapping[str, Any], args: Namespace, directory: Path, *, required: bool, legacy: bool, text_only: bool
 ) -> ModelConfig:
     """From config.json where there is one, else from args; either has to agree with the tensors."""
     if not required and not (directory / CONFIG_NAME).is_file():
         with well_formed("the rank files' args"):
             return from_arguments(args, found, legacy=legacy)
-    _, config = read_config(directory / CONFIG_NAME)
+    larger = sees_or_hears(directory)
+    _, config = read_config(directory / CONFIG_NAME, text_only=larger and text_only, whole=True)
+    if larger:  # whether there is a head its files show, whatever config.json says
+        config = changed(config, {"tie_embeddings": found["tie_embeddings"]})
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
         described["attention.heads"] = args.num_attention_heads
@@ -280,6 +319,8 @@ def _place_chunk(
 ) -> Iterator[Placed]:
     chunks = ranks.weights[rank]
     weights = chunks[chunk.vpp_rank] if chunk.vpp_rank < len(chunks) else {}
+    if chunk.vpp_rank == 0:
+        weights = weights | {BESIDE + name: tensor for name, tensor in ranks.beside.get(rank, {}).items()}
     natives = [native for native in natives if native.copy is None or native.name in weights]
     where = ranks.files[rank] + ("" if layout.vpp == 1 else f" (model{chunk.vpp_rank})")
     same_names([native.name for native in natives], weights, where)

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from formats.tensor import LazyTensor
 from megaconv.errors import UnknownFormat
 from megaconv.megatron.states.legacy_names import MODEL, flatten
 from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
+from megaconv.megatron.states.whole_names import apart
 
 _log = logging.getLogger("megaconv")
 
@@ -28,6 +29,10 @@ _TAIL = (
 """How tensors of the last stage begin."""
 _STACKS = ("encoder.layers.", "decoder.layers.")
 """How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""
+
+
+_MTP_LAYER = re.compile(r"((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
+"""As releases after core 0.16 have it; before, and in distributed checkpoints, it is transformer_layer."""
 
 
 class RankId(NamedTuple):
@@ -56,6 +61,8 @@ class Ranks:
     """For messages."""
     paths: Mapping[RankId, Path]
     """The files that were opened."""
+    beside: Mapping[RankId, Weights] = field(default_factory=dict)
+    """What those of a model that sees or hears hold beside the language model."""
 
     def of(self, tp_rank: int, pp_rank: int) -> list[RankId]:
         """The files of one tensor and pipeline rank, by expert rank."""
@@ -75,7 +82,8 @@ def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
     read = {numbers: _first_alike(numbers) if metadata_only else numbers for numbers in listing.files}
     read = {numbers: source if source in listing.files else numbers for numbers, source in read.items()}
     opened = {numbers: _read_state(listing.files[numbers]) for numbers in sorted(set(read.values()))}
-    chunks = {numbers: _chunks(state, listing.files[numbers]) for numbers, state in opened.items()}
+    split = {numbers: _split(state, listing.files[numbers]) for numbers, state in opened.items()}
+    chunks = {numbers: weights for numbers, (weights, _) in split.items()}
     tp, pp, ep = _grid(listing, chunks)
     ids = {_rank_id(numbers, pp): numbers for numbers in read}
     ranks = Ranks(
@@ -86,9 +94,21 @@ def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
         {rank: chunks[read[numbers]] for rank, numbers in ids.items()},
         {rank: f"{listing.files[n].parent.name}/{listing.files[n].name}" for rank, n in ids.items()},
         {rank: listing.files[read[n]] for rank, n in ids.items()},
+        {rank: split[read[n]][1] for rank, n in ids.items()},
     )
     _require_stacks(ranks)
-    _require_complete(ranks, listing)
+    _require_complete(ranks, listing.directory)
+    return ranks
+
+
+def ranks_of_models(models: Mapping[RankId, Mapping[str, Any]], files: Mapping[RankId, Path], directory: Path) -> Ranks:
+    """Of files that hold a rank's parameters alone, by their names. Raises CorruptCheckpoint for a grid with missing ranks."""
+    weights = {rank: [dict(_parameters(model.items(), files[rank]))] for rank, model in models.items()}
+    tp, pp = (1 + max(rank[axis] for rank in models) for axis in (0, 1))
+    ranks = Ranks(
+        tp, pp, 1, {rank: {} for rank in models}, weights, {rank: str(file) for rank, file in files.items()}, files
+    )
+    _require_complete(ranks, directory)
     return ranks
 
 
@@ -124,11 +144,11 @@ def _require_stacks(ranks: Ranks) -> None:
         )
 
 
-def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
+def _require_complete(ranks: Ranks, directory: Path) -> None:
     most = max(ranks.tp, ranks.pp, ranks.ep)
     if most > len(ranks.states):  # before it is counted up to: a directory may have any number in its name
         raise CorruptCheckpoint(
-            f"{listing.directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
+            f"{directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
             f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
         )
     for pp_rank in range(ranks.pp):
@@ -137,7 +157,7 @@ def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
         missing += [f"expert rank {ep}" for ep in range(ranks.ep) if ep not in {rank.ep for rank in held}]
         if missing:
             raise CorruptCheckpoint(
-                f"{listing.directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
+                f"{directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
                 f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else ""),
                 code="missing-file",
             )
@@ -173,6 +193,15 @@ def _read_state(path: Path) -> Mapping[str, Any]:
             f"{path}: holds no model; a rank file is a dictionary with the key model (or model0, model1 ...)"
         )
     return state
+
+
+def _split(state: Mapping[str, Any], path: Path) -> tuple[list[Weights], Weights]:
+    """(the language model's parameters of each virtual stage, those beside it, which are on the first)."""
+    chunks = _chunks(state, path)
+    if is_legacy(state):
+        return chunks, {}
+    parts = [apart(chunk) for chunk in chunks]
+    return [inside for inside, _ in parts], {name: tensor for _, others in parts for name, tensor in others.items()}
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> list[Weights]:
@@ -214,7 +243,7 @@ def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[
     for name, value in model:
         if not isinstance(name, str):
             raise CorruptCheckpoint(f"{path}: {name!r} is not the name of a parameter")
-        bare = name.removeprefix("module.")
+        bare = _MTP_LAYER.sub(r"\1transformer_layer.", name.removeprefix("module."))
         if bare.endswith(EXTRA_STATE):
             if sum(getattr(value, "shape", ())):
                 _log.warning("%s: %s holds FP8 scales, which are left out", path, bare)

@@ -1,0 +1,244 @@
+"""MaxText's checkpoints of Llama, Mistral and Mixtral, as Orbax saves them.
+
+    params.params.token_embedder.embedding                              [vocab, hidden]
+    params.params.decoder.layers.self_attention.query.kernel            [hidden, layers, heads, head_dim]     scanned
+    params.params.decoder.layers_3.self_attention.query.kernel          [hidden, heads, head_dim]             not scanned
+    params.params.decoder.layers.self_attention.out.kernel              [heads, layers, head_dim, hidden]
+    params.params.decoder.layers.mlp.wi_0.kernel                        [hidden, layers, ffn]: gate; wi_1: up
+    params.params.decoder.layers.MoeBlock_0.wi_0                        [experts, layers, hidden, ffn]
+    params.params.decoder.layers.pre_self_attention_layer_norm.scale    [hidden, layers]
+    params.params.decoder.logits_dense.kernel                           [hidden, vocab]
+
+Queries are stored divided by the square root of head_dim. Whether q and k have what rotates as pairs, as Meta's files do, or in
+halves, as transformers has it, the arrays don't show: where positions are scaled as in Llama 3.1 they are pairs, otherwise
+--option maxtext_rope says it. Source: MaxText, checkpoint_conversion, August 2026.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from formats.orbax_arrays import ArrayMatrix, OrbaxTree, find_tree, open_arrays, read_tree
+from formats.tensor import Box, Bytes, LazyTensor, Shape
+from megaconv.engine import rounding
+from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.weight_files import whole_model
+from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
+from megaconv.families import read_config
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.check import listing
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
+from megaconv.model.naming import HF
+from megaconv.options import LoadOptions
+
+DESCRIPTION = "MaxText (Orbax) of Llama, Mistral, Mixtral; needs --config and megaconv[orbax]"
+_ROPE = "maxtext_rope"
+OPTIONS = {
+    _ROPE: "how MaxText's q and k have what rotates: `interleaved` (pairs, as Meta's files have it), or `split` (halves, as transformers)"
+}
+FAMILIES = ("llama", "mistral", "mixtral")
+
+_log = logging.getLogger("megaconv")
+
+
+class _Stored(NamedTuple):
+    """How a tensor of transformers' lies in an array."""
+
+    name: str
+    """Of the array, `{l}` for its layer where layers aren't stacked."""
+    order: tuple[int, ...]
+    """Axes of one layer (and one expert), those of the rows first."""
+    row_axes: int
+    expert: bool = False
+    rotates: bool = False
+
+
+_ATTENTION, _MOE = "self_attention.", "MoeBlock_0."
+_LAYER = {
+    "input_layernorm": _Stored("pre_self_attention_layer_norm.scale", (0,), 1),
+    "post_attention_layernorm": _Stored("post_self_attention_layer_norm.scale", (0,), 1),
+    "self_attn.q_proj": _Stored(f"{_ATTENTION}query.kernel", (1, 2, 0), 2, rotates=True),
+    "self_attn.k_proj": _Stored(f"{_ATTENTION}key.kernel", (1, 2, 0), 2, rotates=True),
+    "self_attn.v_proj": _Stored(f"{_ATTENTION}value.kernel", (1, 2, 0), 2),
+    "self_attn.o_proj": _Stored(f"{_ATTENTION}out.kernel", (2, 0, 1), 1),
+}
+_DENSE = {
+    "mlp.gate_proj": _Stored("mlp.wi_0.kernel", (1, 0), 1),
+    "mlp.up_proj": _Stored("mlp.wi_1.kernel", (1, 0), 1),
+    "mlp.down_proj": _Stored("mlp.wo.kernel", (1, 0), 1),
+}
+_EXPERTS = {
+    "block_sparse_moe.gate": _Stored(f"{_MOE}gate.kernel", (1, 0), 1),
+    "block_sparse_moe.experts.{e}.w1": _Stored(f"{_MOE}wi_0", (1, 0), 1, expert=True),
+    "block_sparse_moe.experts.{e}.w3": _Stored(f"{_MOE}wi_1", (1, 0), 1, expert=True),
+    "block_sparse_moe.experts.{e}.w2": _Stored(f"{_MOE}wo", (1, 0), 1, expert=True),
+}
+_ENDS = {
+    "model.embed_tokens.weight": _Stored("token_embedder.embedding", (0, 1), 1),
+    "model.norm.weight": _Stored("decoder.decoder_norm.scale", (0,), 1),
+    "lm_head.weight": _Stored("decoder.logits_dense.kernel", (1, 0), 1),
+}
+
+
+def detect(path: Path) -> bool:
+    return find_tree(path) is not None
+
+
+def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
+    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    place = find_tree(path)
+    if place is None:
+        raise UnknownFormat(f"{path}: holds no tree of arrays of Orbax's, with a _METADATA")
+    if options.config is None:
+        raise UsageError(
+            f"{path}: a checkpoint of Orbax's doesn't say what model it is; give --config with its Hugging Face directory",
+            code="config-needed",
+        )
+    family, config = read_config(options.config / CONFIG_NAME)
+    if family.name not in FAMILIES:
+        raise UsageError(f"{options.config}: a {family.name}; of MaxText's models {', '.join(FAMILIES)} can be read")
+    pairs = _is_interleaved(config, options, path)
+    found = _tensors(read_tree(place), config, pairs=pairs)
+    config, tensors = whole_model(family, config, HF, found, str(place))
+    manifest = describe(tensors)
+    header = Header(
+        replace(config, dtype=main_dtype(manifest)),
+        manifest,
+        files=find_sidecars(options.config),
+        source=f"orbax, MaxText's names, rope {'interleaved' if pairs else 'split'}",
+        has_optimizer=any(words[0] == "opt_state" for words in read_tree(place).arrays),
+    )
+    return OpenedSource(header, tensors)
+
+
+def _is_interleaved(config: ModelConfig, options: LoadOptions, path: Path) -> bool:
+    asked = options.extra.get(_ROPE)
+    if asked not in (None, "interleaved", "split"):
+        raise UsageError(f"--option {_ROPE}={asked}: is not known; choose interleaved or split")
+    if asked is None and (config.positions.scaling or {}).get("rope_type") != "llama3":
+        raise UsageError(
+            f"{path}: MaxText's arrays don't show how q and k have what rotates; give --option {_ROPE}=split (converted from Llama 1 or 2, "
+            f"Mistral or Mixtral by MaxText's scripts, which put it in halves) or --option {_ROPE}=interleaved (Llama 3 and newer)",
+            code="config-needed",
+        )
+    return asked != "split"
+
+
+def _tensors(tree: OrbaxTree, config: ModelConfig, *, pairs: bool) -> dict[str, LazyTensor]:
+    """By transformers' names. Raises TensorMismatch for arrays that are missing, unknown or misshapen."""
+    names = {_below_params(words): name for words, name in tree.arrays.items() if words[0] == "params"}
+    try:
+        arrays = open_arrays(tree, {name: name for name in names.values()})
+    except ImportError as error:
+        raise UsageError(
+            f"{tree.path}: is read by tensorstore ({error}); install it: pip install 'megaconv[orbax]'"
+        ) from error
+    stacked = any(name.startswith("decoder.layers.") for name in names)
+    wanted = dict(_wanted(config, stacked=stacked, tied="decoder.logits_dense.kernel" not in names))
+    used = {place.name for place in wanted.values()}
+    unknown, missing = sorted(names.keys() - used), sorted(used - names.keys())
+    if unknown or missing:
+        what, which, code = ("has", unknown, "unknown-tensor") if unknown else ("lacks", missing, "missing-tensor")
+        raise TensorMismatch(f"{tree.path}: {what} {listing(which)}, by the configuration", code=code)
+    found = {
+        name: _matrix(name, place, arrays[names[place.name]], config, tree, pairs=pairs)
+        for name, place in wanted.items()
+    }
+    rows = {
+        tensor.shape[0] for name, tensor in found.items() if name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    if max(rows) > config.vocab:
+        _log.warning(
+            "%s: has %d rows for a vocabulary of %d; what is padding is left out", tree.path, max(rows), config.vocab
+        )
+        found |= {
+            name: _cut(found[name], config.vocab)
+            for name in ("model.embed_tokens.weight", "lm_head.weight")
+            if name in found
+        }
+    return found
+
+
+def _below_params(words: tuple[str, ...]) -> str:
+    while words[:1] == ("params",):
+        words = words[1:]
+    return ".".join(words)
+
+
+class _Place(NamedTuple):
+    """A tensor's place: an array by its name below `params`, and the layer and expert where these are stacked in it."""
+
+    name: str
+    stored: _Stored
+    layer: int | None = None
+    expert: int | None = None
+
+
+def _wanted(config: ModelConfig, *, stacked: bool, tied: bool) -> Iterator[tuple[str, _Place]]:
+    for name, stored in _ENDS.items():
+        if name != "lm_head.weight" or not tied:
+            yield name, _Place(stored.name, stored)
+    kinds = _LAYER | (_EXPERTS if config.experts.count else _DENSE)
+    for layer in range(config.layer_count):
+        prefix = "decoder.layers." if stacked else f"decoder.layers_{layer}."
+        for name, stored in kinds.items():
+            for expert in range(config.experts.count) if stored.expert else (None,):
+                hf = f"model.layers.{layer}.{name.replace('{e}', str(expert))}.weight"
+                yield hf, _Place(prefix + stored.name, stored, layer if stacked else None, expert)
+
+
+def _matrix(name: str, place: _Place, array: Any, config: ModelConfig, tree: OrbaxTree, *, pairs: bool) -> LazyTensor:
+    stored, axes = place.stored, len(place.stored.order)
+    expected = axes + (place.layer is not None) + (place.expert is not None)
+    if len(array.shape) != expected:
+        raise TensorMismatch(
+            f"{tree.path}: {place.name} is {list(array.shape)}, expected {expected} axes", code="misshapen-tensor"
+        )
+    index: list[Any] = [slice(None)] * expected
+    if place.expert is not None:
+        index[0] = place.expert
+    if place.layer is not None:
+        index[1] = place.layer
+    if any(type(at) is int and at >= size for at, size in zip(index, array.shape, strict=True)):
+        raise TensorMismatch(
+            f"{tree.path}: {place.name} is {list(array.shape)}, too small for {name}", code="misshapen-tensor"
+        )
+    one = array[tuple(index)].transpose(stored.order)
+    rows, cols = math.prod(one.shape[: stored.row_axes]), math.prod(one.shape[stored.row_axes :])
+    shape: Shape = (rows, cols) if axes > 1 else (rows,)
+    matrix = ArrayMatrix(
+        one, stored.row_axes, shape, array.dtype.name, f"{tree.path}: {place.name}", pairs=pairs and stored.rotates
+    )
+    return Scaled(matrix, math.sqrt(config.attention.head_dim)) if "q_proj" in name else matrix
+
+
+def _cut(tensor: LazyTensor, rows: int) -> LazyTensor:
+    return replace(tensor, shape=(rows, *tensor.shape[1:])) if isinstance(tensor, ArrayMatrix) else tensor
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix times a number, in float32, rounded to its dtype."""
+
+    source: LazyTensor
+    factor: float
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        stored = np.empty(out.shape, np.uint8)
+        self.source.read_into(box, stored)
+        values = rounding.exact(stored.reshape(-1), self.dtype).astype(np.float32) * np.float32(self.factor)
+        np.copyto(out, rounding.rounded(values.reshape(box.rows, box.cols), self.dtype))

@@ -1,0 +1,202 @@
+"""Models that see or hear as a whole: which of a file's tensors lie beside the language model, and their names in Megatron.
+
+Megatron-Bridge holds transformers' own towers, whole on every tensor rank of the first stage, beside a `language_model`. Its names
+are those of the files without `model.`, but for RENAMED. Source: its mapping registries, 22 August 2026.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from formats.tensor import LazyTensor, Shape
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
+from megaconv.families.parts.hf_config import QUANTIZATION
+from megaconv.families.parts.language_model import INSIDE, TEXT, inner_names, place_inside
+from megaconv.model.beside import BESIDE, Beside, Whole
+from megaconv.model.check import listing
+from megaconv.model.config import ModelConfig
+from megaconv.model.table import Row
+
+Renamed = tuple[tuple[str, str], ...]
+
+TRANSPOSED = ("multi_modal_projector.proj.weight",)
+"""Names in Megatron of what transformers has the other way round: the projector of Gemma 3."""
+
+RENAMED: Mapping[str, Renamed] = {
+    "gemma3": (
+        ("multi_modal_projector.mm_input_projection_weight", TRANSPOSED[0]),
+        ("multi_modal_projector.mm_soft_emb_norm.", "multi_modal_projector.mm_soft_embed_norm."),
+        ("vision_tower.vision_model.", "vision_tower."),
+    ),
+}
+"""By model_type: how names begin in transformers' files, and in Megatron-Bridge's models."""
+
+_MODEL = "model."
+_AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
+    "gemma3": (INSIDE[1], RENAMED["gemma3"]),
+    "qwen2_5_vl": (("", ""), ()),
+    "glm4v_moe": (INSIDE[2], (("visual.", "visual."),)),
+    "kimi_k25": (INSIDE[1], ()),
+    "mistral3": (INSIDE[1], ()),
+    "qwen2_audio": (INSIDE[1], ()),
+}
+
+
+REBUILT = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5")
+"""By model_type: towers that Megatron-Bridge doesn't take from transformers."""
+
+
+TOWERS = {"Megatron-Bridge's": tuple(_AS_BRIDGE_HAS_THEM), "their files'": REBUILT}
+"""Whose names the tensors beside a language model have in Megatron -> model_types; those of all others are their files'."""
+
+
+def split_whole(
+    found: Mapping[str, LazyTensor], config: ModelConfig, rows: tuple[Row, ...], where: str
+) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], ModelConfig]:
+    """(the language model's tensors by the names of a model by itself, those beside it by their own behind BESIDE, the model with these).
+
+    Raises UnsupportedInput for names that can't be kept apart, CorruptCheckpoint where nothing lies beside.
+    """
+    whole = config.whole
+    assert whole is not None
+    names = inner_names(found, rows)
+    others = [name for name in found if name not in names]
+    if not others:
+        raise CorruptCheckpoint(
+            f"{where}: holds a language model alone, and config.json is of {named(whole.config)}; --text-only converts it"
+        )
+    renamed = _renamed(str(whole.config.get("model_type")), others)
+    tensors = tuple(
+        _beside(_in_megatron(name, renamed), name, tuple(found[name].shape), hf_shape=True) for name in others
+    )
+    begin, inside = place_inside(found)
+    whole = replace(whole, begin=begin, inside=inside, renamed=renamed, tensors=tensors)
+    _require_distinct(whole, where)
+    moved = next((old for old, new in names.items() if whole.hf_name(new) != old), None)
+    if moved is not None:
+        raise UnsupportedInput(
+            f"{where}: {moved} is of the language model, whose other tensors' names begin with {inside}; --text-only converts it alone"
+        )
+    inner = {new: found[old] for old, new in names.items()}
+    return inner, {BESIDE + name: found[name] for name in others}, replace(config, whole=whole)
+
+
+def whole_in_megatron(whole: Whole, tensors: Mapping[str, Shape], said: Whole | None, where: str) -> Whole:
+    """The same of a Megatron checkpoint. tensors: what lies beside, by name. said: the names that it says it came from.
+
+    Raises UnsupportedInput where nobody knows what transformers' files call them.
+    """
+    kind = str(whole.config.get("model_type"))
+    if said is None and kind not in _AS_BRIDGE_HAS_THEM:
+        raise UnsupportedInput(
+            f"{where}: doesn't say what the tensors of {named(whole.config)} are called in transformers' files, and "
+            "Megatron-Bridge's names of it aren't known; --text-only converts the language model in it"
+        )
+    if said is None:
+        (begin, inside), renamed = _AS_BRIDGE_HAS_THEM[kind]
+        said = Whole(whole.config, begin, inside, renamed=renamed)
+    listed = tuple(_beside(name, _in_files(name, said.renamed), shape) for name, shape in tensors.items())
+    found = replace(said, config=whole.config, tensors=listed)
+    _require_distinct(found, where)
+    return found
+
+
+def named(config: Mapping[str, Any]) -> str:
+    """A model by its class, or by its type."""
+    return ", ".join(map(str, config.get("architectures") or [])) or str(config.get("model_type"))
+
+
+def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
+    """A larger model's config.json, with the dtype that its weights now have, and without a quantization that they no longer have."""
+    config = {**config, **({TEXT: dict(config[TEXT])} if isinstance(config.get(TEXT), Mapping) else {})}
+    for part in (config, config.get(TEXT)):
+        if isinstance(part, dict):
+            part.pop(QUANTIZATION, None)
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def whole_notices(whole: Whole | None) -> tuple[str, ...]:
+    """What a user should know of such a model in Megatron."""
+    if whole is None:
+        return ()
+    name, kind = named(whole.config), whole.config.get("model_type")
+    words = listing(whole.parts())
+    if kind in REBUILT:
+        return (
+            f"{name}: what lies beside the language model ({words}) is copied as transformers has it; Megatron-Bridge builds that tower of "
+            "Megatron's own layers, by other names, and won't load it",
+        )
+    if kind not in _AS_BRIDGE_HAS_THEM:
+        return (
+            f"{name}: Megatron-Bridge has no such model; what lies beside the language model ({words}) is called as in its files",
+        )
+    return ()
+
+
+def refuse_optimizer(config: ModelConfig, where: str) -> None:
+    """Raises NotExpressible: nobody knows in which order an optimizer numbers a tower's parameters."""
+    if config.whole is not None:
+        raise NotExpressible(
+            f"{where}: optimizer state of {named(config.whole.config)} as a whole can't be converted; --no-optimizer converts the "
+            "weights alone"
+        )
+
+
+def _renamed(kind: str, names: Collection[str]) -> Renamed:
+    """Those beginnings that these names have; the longer ones first."""
+    known = (*RENAMED.get(kind, ()), *((_MODEL + old, new) for old, new in RENAMED.get(kind, ())), (_MODEL, ""))
+    used = tuple(pair for pair in known if any(name.startswith(pair[0]) for name in names))
+    if (_MODEL, "") not in used:
+        return used
+    plain = [name for name in names if not name.startswith(_MODEL)]
+    begins = dict.fromkeys(_beginning(name.removeprefix(_MODEL), plain) for name in names if name.startswith(_MODEL))
+    return (*(pair for pair in used if pair != (_MODEL, "")), *((_MODEL + begin, begin) for begin in begins))
+
+
+def _beginning(name: str, others: Collection[str]) -> str:
+    """So many of its words that no other begins so: by which it is known that `model.` stood before it."""
+    words = re.findall(r"[^.]+\.?|\.", name)
+    begins = ("".join(words[:count]) for count in range(1, len(words)))
+    return next((begin for begin in begins if not any(other.startswith(begin) for other in others)), name)
+
+
+def _in_megatron(name: str, renamed: Renamed) -> str:
+    return next((new + name[len(old) :] for old, new in renamed if name.startswith(old)), name)
+
+
+def _in_files(name: str, renamed: Renamed) -> str:
+    return next((old + name[len(new) :] for old, new in renamed if name.startswith(new)), name)
+
+
+def _beside(name: str, hf: str, shape: Shape, *, hf_shape: bool = False) -> Beside:
+    transposed = name in TRANSPOSED and len(shape) == 2
+    return Beside(name, hf, shape[::-1] if transposed and hf_shape else shape, transposed)
+
+
+def _require_distinct(whole: Whole, where: str) -> None:
+    """The way back has to lead to the same names, and none may be one of the language model's or mean something in a table."""
+    seen: set[str] = set()
+    for each in whole.tensors:
+        back = _in_files(each.name, whole.renamed)
+        if (
+            back != each.hf
+            or each.name in seen
+            or each.name.startswith("language_model.")
+            or set("{}|") & set(each.name + each.hf)
+        ):
+            raise UnsupportedInput(
+                f"{where}: {each.hf} lies beside the language model of {named(whole.config)} under a name that can't be kept; "
+                "--text-only converts the language model alone"
+            )
+        seen.add(each.name)
+
+
+def pairs(value: Any) -> Iterable[tuple[str, str]]:
+    """Two words each. Raises ValueError for anything else."""
+    for pair in value:
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):
+            raise ValueError(f"{pair!r:.60} should be two names")
+        yield pair[0], pair[1]

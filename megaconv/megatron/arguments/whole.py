@@ -1,0 +1,91 @@
+"""Arguments of ours about a model that sees or hears: what its tensors are called in transformers' files.
+
+megaconv_hf_names       begin, inside (how names of the language model begin in a model by itself, and there), experts (how they are
+                        stored), renamed (how the names of what lies beside begin in files, and here)
+position_embedding_type, mrope_section      `mrope`: positions in time, height and width; for text alone all three are the same
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from formats.tensor import Shape
+from megaconv.errors import TensorMismatch, UsageError
+from megaconv.families.parts.language_model import TEXT
+from megaconv.families.parts.whole_model import named, pairs, whole_in_megatron
+from megaconv.model.beside import Whole
+from megaconv.model.check import listing, well_formed
+from megaconv.model.naming import Naming
+
+HF_NAMES = "megaconv_hf_names"
+
+
+def whole_arguments(whole: Whole | None) -> dict[str, Any]:
+    """None for a language model by itself."""
+    if whole is None:
+        return {}
+    names = {
+        "begin": whole.begin,
+        "inside": whole.inside,
+        "experts": list(whole.experts),
+        "renamed": [list(pair) for pair in whole.renamed],
+    }
+    section = mrope_section(whole.config)
+    mrope = {"position_embedding_type": "mrope", "mrope_section": section} if section else {}
+    return {HF_NAMES: names, **mrope}
+
+
+def mrope_section(config: Mapping[str, Any]) -> list[int] | None:
+    """Of a larger model's config.json, None where images don't give a token three positions."""
+    text = config.get(TEXT) or config
+    for key in ("rope_parameters", "rope_scaling"):
+        found = text.get(key)
+        if isinstance(found, Mapping) and found.get("mrope_section"):
+            return [int(part) for part in found["mrope_section"]]
+    return None
+
+
+def read_whole(whole: Whole, tensors: Mapping[str, Shape], args: Namespace, where: str) -> Whole:
+    """What a checkpoint holds of it. tensors: what lies beside the language model.
+
+    Raises UsageError where nothing does, TensorMismatch for other positions than its config.json has, UnsupportedInput.
+    """
+    if not tensors:
+        raise UsageError(
+            f"{where}: holds a language model alone, and the config.json is of {named(whole.config)}; give --text-only, "
+            "and --base to put it back into the original's files"
+        )
+    section, stated = getattr(args, "mrope_section", None), mrope_section(whole.config)
+    if section is not None and list(section) != stated:
+        raise TensorMismatch(
+            f"{where}: its mrope_section is {section!r:.60}, that of {named(whole.config)} is {stated}; config.json is of another model"
+        )
+    given = getattr(args, HF_NAMES, None)
+    with well_formed(f"{where}: {HF_NAMES}"):
+        said = None if given is None else _said(whole.config, given)
+    return whole_in_megatron(whole, tensors, said, where)
+
+
+def without_images(args: Namespace) -> Namespace:
+    """The arguments of the language model by itself: of text, mrope's three positions are one."""
+    if getattr(args, "position_embedding_type", None) != "mrope":
+        return args
+    return Namespace(**{**vars(args), "position_embedding_type": "rope", "mrope_section": None})
+
+
+def _said(config: Mapping[str, Any], given: Mapping[str, Any]) -> Whole:
+    begin, inside, experts = given["begin"], given["inside"], tuple(given["experts"])
+    if not all(isinstance(word, str) for word in (begin, inside, *experts)):
+        raise ValueError("names should be words")
+    Naming("hf", experts)
+    return Whole(config, begin, inside, experts, tuple(pairs(given["renamed"])))
+
+
+def refuse_unknown_beside(tensors: Mapping[str, Shape], where: str) -> None:
+    """Raises UsageError for a checkpoint of a model that sees or hears, of which no config.json is there."""
+    if tensors:
+        words = dict.fromkeys(name.partition(".")[0] for name in tensors)
+        raise UsageError(
+            f"{where}: holds {len(tensors)} tensors beside a language model ({listing(words)}), and nothing says of which model; "
+            "give --config with the Hugging Face directory of the original, or --text-only"
+        )

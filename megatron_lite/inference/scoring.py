@@ -1,0 +1,106 @@
+"""`megatron-lite score`: log-probabilities of given tokens, at any layout; what trainers by reinforcement ask a model for."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megaconv.errors import UsageError
+from megatron_lite.inference.generating import open_output
+from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
+from megatron_lite.inference.prompts import encode
+
+EXAMPLES = """  megatron-lite score --load Llama-2-7b --input rows.jsonl --output scores.jsonl
+  torchrun --nproc-per-node 2 -m megatron_lite score --load ckpt --tp 2 --input rows.jsonl --top 5"""
+
+ROWS = 64
+"""That are read and scored together."""
+
+
+def parser() -> Parser:
+    made = make_parser("score", "Log-probabilities of given tokens, each given those before it in its row.", EXAMPLES)
+    made.add_argument(
+        "--input", required=True, metavar="FILE",
+        help='JSON lines of {"tokens": [...]}, {"text": ...} or {"prompt": ..., "completion": ...}: of these the completion counts',
+    )  # fmt: skip
+    made.add_argument("--output", default="-", metavar="FILE", help="JSON lines, in the same order (standard output)")
+    made.add_argument("--top", type=int, default=0, metavar="N", help="also the N likeliest tokens at each place")
+    return made
+
+
+def main(words: list[str]) -> int:
+    return command(parser(), words, lambda given: run(given, lambda opened: _use(opened, given)))
+
+
+def _use(opened: Opened, given: argparse.Namespace) -> None:
+    with open_output(given.output) as file:
+        for rows in _groups(_read(opened, given.input)):
+            scored = opened.model.score([tokens for tokens, _ in rows], given.top)
+            for (tokens, first), found in zip(rows, scored, strict=True):
+                log_probs = found.log_probs[first - 1 :]
+                line: dict[str, Any] = {
+                    "tokens": tokens[first:], "log_probs": log_probs.tolist(),
+                    "sum": float(log_probs.double().sum()), "greedy": bool(found.greedy[first - 1 :].all()),
+                }  # fmt: skip
+                if given.top:
+                    pairs = zip(
+                        found.top_ids[first - 1 :].tolist(), found.top_log_probs[first - 1 :].tolist(), strict=True
+                    )
+                    line["top_log_probs"] = [list(map(list, zip(*pair, strict=True))) for pair in pairs]
+                print(json.dumps(line), file=file, flush=True)
+
+
+def _groups(rows: Iterator[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
+    group = []
+    for row in rows:
+        group.append(row)
+        if len(group) == ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
+    """(tokens, the first of them that counts: the one before it is given). Raises UsageError with the line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: is not JSON: {error}") from error
+        tokens, first = _row(opened, record, f"{path}, line {number}")
+        if not first < len(tokens):
+            raise UsageError(
+                f"{path}, line {number}: has {len(tokens)} tokens, none of which has others before it to be scored by"
+            )
+        if opened.config.positions.kind == "learned" and len(tokens) > opened.config.max_positions:
+            raise UsageError(
+                f"{path}, line {number}: has {len(tokens)} tokens, and the model {opened.config.max_positions} positions"
+            )
+        wrong = [token for token in tokens if not 0 <= token < opened.config.vocab]
+        if wrong:
+            raise UsageError(f"{path}, line {number}: token {wrong[0]} is none of the model's {opened.config.vocab}")
+        yield tokens, first
+
+
+def _row(opened: Opened, record: Any, where: str) -> tuple[list[int], int]:
+    if isinstance(record, dict):
+        tokens = record.get("tokens")
+        if isinstance(tokens, list) and all(type(token) is int for token in tokens):
+            return tokens, 1
+        if isinstance(record.get("text"), str):
+            return list(encode(opened.tokenizer, record["text"])), 1
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            before = encode(opened.tokenizer, prompt)
+            return [*before, *opened.tokenizer.tokenize(completion)], max(len(before), 1)
+    raise UsageError(
+        f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {str(record)[:60]!r}'
+    )

@@ -1,0 +1,157 @@
+"""generate, chat and score from the command line: what they print, and what they refuse."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaconv.terminal import one_line
+from megatron_lite.cli import main
+from megatron_lite.loop import launch
+from tests.trainer.inference.conversations import decoded, save
+from tests.trainer.inference.models import slots_of
+from tests.trainer.loop.launches import train
+
+pytestmark = pytest.mark.oracle
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("chat")
+    return directory, save(directory)
+
+
+@pytest.fixture(autouse=True)
+def _failures_leave_the_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "leave", sys.exit)
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return int(end.value.code or 0)
+
+
+def continued(directory: Path, model: Any, text: str, count: int, **settings: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(directory)(text, return_tensors="pt").input_ids
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **settings
+    )
+    return found[:, ids.shape[1] :].tolist()
+
+
+def test_generate_prints_what_transformers_continues(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, theirs = model
+    assert run("generate", "--load", directory, "Hello", "--max-new-tokens", 12) == 0
+    expected = decoded(directory, continued(directory, theirs, "Hello", 12)[0])
+    assert capfd.readouterr().out == f"Hello{expected}\n"
+
+
+def test_generate_writes_answers_in_the_order_of_the_prompts(model: tuple[Path, Any], tmp_path: Path) -> None:
+    directory, theirs = model
+    prompts = ["one", "Grüße", "a much longer prompt than the others", "x"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    files = ("--prompts-file", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers.jsonl")
+    assert run("generate", "--load", directory, "--max-new-tokens", 9, "--slots", 3, "--log-probs", 2, *files) == 0
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    for line in lines:
+        assert line["tokens"] == continued(directory, theirs, line["prompt"], 9)[0]
+        assert len(line["log_probs"]) == len(line["tokens"]) == len(line["top_log_probs"])
+
+
+def test_generate_prints_beams(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    directory, theirs = model
+    assert run("generate", "--load", directory, "Hello", "--max-new-tokens", 6, "--beams", 3) == 0
+    rows = continued(directory, theirs, "Hello", 6, num_beams=3, num_return_sequences=3)
+    assert [line[11:] for line in capfd.readouterr().out.splitlines()] == [
+        one_line("Hello" + decoded(directory, row)) for row in rows
+    ]
+
+
+def test_a_stop_word_ends_an_answer(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    directory, theirs = model
+    whole = decoded(directory, continued(directory, theirs, "Hello", 12)[0])
+    word = whole[5:7]
+    assert run("generate", "--load", directory, "Hello", "--max-new-tokens", 12, "--stop", word) == 0
+    assert capfd.readouterr().out == f"Hello{whole[: whole.index(word)]}\n"
+
+
+def test_chat_remembers_what_was_said(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, theirs = model
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nand then?\n"))
+    assert run("chat", "--load", directory, "--system", "be brief", "--max-new-tokens", 8) == 0
+    begin = "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+    first = decoded(directory, continued(directory, theirs, begin, 8)[0])
+    second = continued(directory, theirs, f"{begin}{first}<|end|><|user|>and then?<|end|><|assistant|>", 8)[0]
+    assert capfd.readouterr().out == f"{first}\n{decoded(directory, second)}\n"
+
+
+def test_score_gives_the_log_probability_of_each_token(model: tuple[Path, Any], tmp_path: Path) -> None:
+    directory, theirs = model
+    rows = [[7, 9, 30, 31], [100, 5], list(range(4, 40))]
+    lines = [json.dumps({"tokens": row}) for row in rows] + [json.dumps({"prompt": "ab", "completion": "cd"})]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    assert (
+        run(
+            "score",
+            "--load",
+            directory,
+            "--input",
+            tmp_path / "rows.jsonl",
+            "--output",
+            tmp_path / "out.jsonl",
+            "--top",
+            2,
+        )
+        == 0
+    )
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for row, line, expected in zip(rows, found, slots_of(theirs).score(rows, 2), strict=False):
+        assert line["tokens"] == row[1:]
+        assert line["log_probs"] == pytest.approx(expected.log_probs.tolist(), abs=1e-4)
+        assert line["sum"] == pytest.approx(float(expected.log_probs.sum()), abs=1e-3)
+        assert [token for token, _ in line["top_log_probs"][0]] == expected.top_ids[0].tolist()
+    assert len(found[-1]["tokens"]) == len(found[-1]["log_probs"]) == 2
+
+
+@pytest.mark.slow
+def test_ranks_started_together_generate_what_one_does(model: tuple[Path, Any], tmp_path: Path) -> None:
+    directory, _ = model
+    assert run("generate", "--load", directory, "one", "two", "--output", tmp_path / "alone.jsonl") == 0
+    train(tmp_path / "run", 4, f"generate --load {directory} one two --output out.jsonl --tp 2 --pp 2")
+    assert (tmp_path / "run" / "out.jsonl").read_text() == (tmp_path / "alone.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "--load", "MODEL"], "--prompts-file"),
+        (["generate", "--load", "MODEL", "x", "--top-p", "2"], "top_p 2.0"),
+        (["generate", "--load", "MODEL", "x", "--max-new-tokens", "200"], "room for 96"),
+        (["generate", "--load", "nowhere", "x"], "nowhere"),
+        (["generate", "--load", "MODEL", "--prompts-file", "missing.txt"], "missing.txt"),
+        (["generate", "x"], "--load"),
+        (["score", "--load", "MODEL", "--input", "BAD"], "line 2"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(
+    model: tuple[Path, Any], words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [1, 999]}\n')
+    places = {"MODEL": str(model[0]), "BAD": str(tmp_path / "bad.jsonl")}
+    code = run(*(places.get(word, word) for word in words))
+    error = capfd.readouterr().err.strip().splitlines()
+    assert code != 0
+    assert said in error[-1]
+    assert not any("Traceback" in line for line in error)

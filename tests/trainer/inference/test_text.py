@@ -1,0 +1,46 @@
+"""Text that is given bit by bit is the text of all tokens, up to a stop word."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_lite.inference.text import TextStream
+
+
+def of_bytes(ids: Sequence[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße, 世界 🙂!", "🙂🙂", ""])
+def test_pieces_join_to_the_whole(text: str) -> None:
+    stream = TextStream(of_bytes)
+    pieces = [stream.add(byte) for byte in text.encode()]
+    assert "".join(pieces) + stream.finish() == text
+    assert "�" not in "".join(pieces)
+
+
+def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    stream = TextStream(of_bytes)
+    assert [stream.add(byte) for byte in "a🙂".encode()[:3]] == ["a", "", ""]
+    assert stream.finish() == "�"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "given"),
+    [
+        ("one\nUser: two", ["\nUser:"], "one"),
+        ("one\nUse two", ["\nUser:"], "one\nUse two"),
+        ("aaab", ["aab"], "a"),
+        ("xyz end", ["end", "z"], "xy"),
+        ("ends ab", ["abc"], "ends ab"),
+    ],
+)
+def test_a_stop_word_and_what_follows_are_never_given(text: str, stop: list[str], given: str) -> None:
+    stream, pieces = TextStream(of_bytes, stop), []
+    for byte in text.encode():
+        pieces.append(stream.add(byte))
+        assert given.startswith("".join(pieces))
+        if stream.stopped:
+            break
+    assert "".join(pieces) + stream.finish() == given
+    assert stream.stopped == (given != text)
