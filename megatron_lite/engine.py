@@ -14,7 +14,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.chunk import Counted, ModelChunk
 from megatron_lite.models.lora.attached import attach, check_targets
-from megatron_lite.models.moe.balance import Balance, tokens_by_layer
+from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import make_plan
@@ -31,6 +31,9 @@ from megatron_lite.parallel.precision import LossScaler
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.parallel.zero import Optimizer
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+
+SEE_OTHER_TOKENS = ("tp", "replicas")
+"""Axes of the grid along which routers of the same layer have other tokens: tensor ranks route their part of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Engine:
         """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
         self._balances: list[Balance] = []
         """Of the last step's microbatches."""
+        self._balanced = Step()
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
@@ -162,6 +166,7 @@ class Engine:
         scale = self.scaler.scale
         losses = _LossSum(self._loss_names, self.grid.device, scale / positions)
         self._balances.clear()
+        self._balanced = Step([self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
         completing = last_backward(actions)
 
@@ -199,7 +204,7 @@ class Engine:
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])
-        for axis in ("tp", "replicas"):
+        for axis in SEE_OTHER_TOKENS:
             comm.all_reduce(tokens, self.grid.group(axis))
         for router, counts in zip(routers, tokens, strict=True):
             router.move_bias(counts)
@@ -283,7 +288,7 @@ class Engine:
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
-        balance = Balance(share * batch.tokens.numel() / self.grid.cp)
+        balance = Balance(share * batch.tokens.numel() / self.grid.cp, self._balanced)
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 

@@ -112,7 +112,7 @@ class Balance:
     """Balance of experts, whose losses are no part of the loss that is logged"""
 
     moe_router_load_balancing_type: tuple[str, ...] = flag(
-        ("aux_loss",), "losses that keep experts equally busy: aux_loss, seq_aux_loss, none"
+        ("aux_loss",), "losses that keep experts equally busy: aux_loss, seq_aux_loss, global_aux_loss, none"
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "a coefficient for each of them")
     moe_z_loss_coeff: float = flag(0.0, "coefficient of a loss that keeps the router's logits small")

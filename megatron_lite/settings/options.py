@@ -19,7 +19,7 @@ class Balancing:
     """What keeps the experts of a mixture equally busy, by Megatron's names."""
 
     losses: tuple[tuple[str, float], ...] = ()
-    """(`aux_loss` or `seq_aux_loss`, coefficient)."""
+    """(`aux_loss`, `seq_aux_loss` or `global_aux_loss`, coefficient)."""
     z_loss: float = 0.0
     """Coefficient."""
     bias_rate: float = 0.0

@@ -136,6 +136,8 @@ def check_sizes(
 
 def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
     """Raises LayoutError for what context parallelism can't do."""
+    if config.mtp_layers:
+        raise LayoutError("layers that predict further tokens can't be had with context parallelism yet")
     attention, how = config.attention, options.context
     if sequence % (2 * cp):
         raise LayoutError(
@@ -215,11 +217,12 @@ def check_flags(settings: Settings) -> None:
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
     balance = settings.balance
-    unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "none"}
+    unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
     refused = [
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
-        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
+        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} is not known; there are aux_loss, seq_aux_loss, "
+                  "global_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
