@@ -28,10 +28,11 @@ def flops_per_token(config: ModelConfig, seq: int, *, frozen: bool = False) -> f
     weights, used = 0.0, config.experts.per_token / max(config.experts.count, 1)
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
         if len(shape) == 2 and name not in looked_up:
-            weights += shape[0] * shape[1] * (used if ".mlp.experts." in name else 1.0)
-    return (
-        4.0 if frozen else 6.0
-    ) * weights + 12.0 * config.layer_count * config.attention.heads * config.attention.head_dim * seq
+            times = used if ".mlp.experts." in name else 1.0 + config.mtp_layers if name == "head.weight" else 1.0
+            weights += shape[0] * shape[1] * times
+    layers = config.layer_count + config.mtp_layers
+    attention = 12.0 * layers * config.attention.heads * config.attention.head_dim * seq
+    return (4.0 if frozen else 6.0) * weights + attention
 
 
 @dataclass

@@ -119,7 +119,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
-        context=settings.parallel.cp_comm_type[0],
+        context=settings.parallel.cp_comm_type[0], mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         balance=_balancing(settings.balance), vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
 
@@ -128,7 +128,10 @@ def _balancing(balance: Balance) -> Balancing:
     named = zip(balance.moe_router_load_balancing_type, balance.moe_aux_loss_coeff, strict=True)
     losses = tuple((name, coefficient) for name, coefficient in named if name != "none" and coefficient)
     dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
-    return Balancing(losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, dtype)
+    return Balancing(
+        losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, balance.moe_expert_capacity_factor,
+        balance.moe_token_drop_policy, dtype,
+    )  # fmt: skip
 
 
 def optimizer_options(settings: Settings) -> OptimizerOptions:
@@ -150,6 +153,12 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
 def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> None:
     """Raises LayoutError for a checkpoint that couldn't be written, before there is anything to lose."""
     saving, files = settings.checkpointing, layout.etp * layout.ep
+    local = saving.ckpt_format == "torch" and saving.transformer_impl == "local"
+    if saving.save is not None and local and config.latent.kv_rank and layout.tp > 1:
+        raise LayoutError(
+            f"local layers of latent attention shard over tp = {layout.tp} what each rank has all of here, so that their rank files can't "
+            "be written; leave --transformer-impl out, or take torch_dist"
+        )
     if saving.save is not None and saving.ckpt_format == "torch" and config.experts.count and files < layout.tp:
         raise LayoutError(
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "

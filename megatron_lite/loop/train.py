@@ -177,7 +177,7 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
     run.interval.clear()
     run.say(line(figures, run.settings.training.train_iters))
     for sink in run.sinks:
-        sink.write(run.progress.iteration, {name: figures[name] for name in METRICS})
+        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **report.others})
 
 
 def memory_bytes(device: torch.device) -> int:

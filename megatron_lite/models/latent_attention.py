@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
         rope, v_dim = self.latent.rope_dim, self.latent.v_dim
         q = self._queries(x)
         q = q.view(*q.shape[:2], self.heads, -1)
-        latent, rotating = self.linear_kv_down_proj(x).split((self.latent.kv_rank, rope), -1)
+        latent, rotating = torch.split(self.linear_kv_down_proj(x), [self.latent.kv_rank, rope], -1)
         made: Tensor = self.linear_kv_up_proj(latent)
         k, v = torch.split(made.view(*made.shape[:2], self.heads, -1), [self.nope, v_dim], -1)
         rotating = comm.shared_over(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)

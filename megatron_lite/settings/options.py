@@ -24,6 +24,10 @@ class Balancing:
     """Coefficient."""
     bias_rate: float = 0.0
     """How far a step moves the bias of each expert of routers that have one."""
+    capacity_factor: float | None = None
+    """Of the tokens that each expert would get if they were shared out evenly, how many it takes; None: all that come."""
+    drop_policy: str = "probs"
+    """Which it takes: see moe/capacity.py."""
     router_dtype: str | None = None
     """In which the router computes; None: that of its input."""
 

@@ -156,7 +156,7 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
             "take --attention-dropout 0"
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
-        raise LayoutError("dropout of experts' adapters can't be had with context parallelism; take --lora-dropout 0")
+        raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
     if config.experts.count and options.balance.losses:
         raise LayoutError(
             "losses that balance experts can't be had with context parallelism yet; take --moe-router-load-balancing-type none"

@@ -125,6 +125,8 @@ COVERING = [
     Case("llama", cp=2, dp=2, distributed=True, recompute=SELECTIVE, options=how("a2a")),
     Case("qwen3", cp=4, options=how("p2p")),
     Case("mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")),
+    Case("deepseek_v3", cp=2, options=how("p2p")),
+    Case("gpt_oss", cp=2, options=how("a2a")),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)

@@ -99,7 +99,10 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
     dtype = {"fp32": "float32"}.get(base.get("moe_router_dtype", ""))
     losses = tuple(zip(kinds, coefficients, strict=True))
     rate = base.get("moe_router_bias_update_rate", 0.0)
-    return config, Balancing(losses, base.get("moe_z_loss_coeff", 0.0), rate, dtype)
+    return config, Balancing(
+        losses, base.get("moe_z_loss_coeff", 0.0), rate, base.get("moe_expert_capacity_factor"),
+        base.get("moe_token_drop_policy", "probs"), dtype,
+    )  # fmt: skip
 
 
 def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
@@ -181,6 +184,7 @@ def compare(case: Mixture, found: list[Figures]) -> None:
         Mixture(), Mixture(run="two_losses"), Mixture("qwen", "qwen"), Mixture(recompute="full"),
         Mixture("qwen", "qwen", recompute="selective"), Mixture("deepseek", "deepseek"),
         Mixture("deepseek", "deepseek", recompute="full"), Mixture("mtp", "mtp2"), Mixture("mla", "mla_mtp"),
+        Mixture(run="drop_probs"), Mixture(run="drop_position"), Mixture(run="drop_pad"),
     ],
     ids=str,
 )  # fmt: skip
@@ -198,6 +202,7 @@ MORE_LAYOUTS = [
     Mixture("qwen", "qwen", tp=2, pp=2, ep=2, distributed=True), Mixture("qwen", "qwen", dp=2, ep=2), Mixture(pp=2),
     Mixture(dp=2, ep=1), Mixture(tp=2, dp=2, ep=1, distributed=True), Mixture(dp=2, ep=2, recompute="full"),
     Mixture("mtp", "mtp2", pp=2, dp=2, ep=2, distributed=True), Mixture("mtp", "mtp2", recompute="full"),
+    Mixture(run="drop_probs", dp=2, ep=2, distributed=True), Mixture(run="drop_position", pp=2, dp=2, ep=2),
     Mixture("mla", "mla_mtp", dp=2, ep=2), Mixture("mla", "mla_mtp", tp=2, dp=2, ep=4),
     Mixture("deepseek", "deepseek", dp=2, ep=2), Mixture("deepseek", "deepseek", pp=2, dp=2, ep=2),
 ]  # fmt: skip
