@@ -15,19 +15,23 @@ USAGE = """usage: megatron_lite COMMAND [FLAGS]
 commands:
   pretrain     {pretrain}
   finetune     {finetune}
+  plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
   serve        A model behind OpenAI's routes and Megatron's PUT /api.
   evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
+  models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
 """
 
 OTHERS = {
+    "plan": "megatron_lite.planning.command",
     "preprocess": "megatron_lite.data.preprocess",
+    "models": "megatron_lite.models.table",
     "generate": "megatron_lite.inference.generating",
     "chat": "megatron_lite.inference.chatting",
     "score": "megatron_lite.inference.scoring",

@@ -24,7 +24,7 @@ from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import Kind, declared
-from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos, replace_parameter
+from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
@@ -104,11 +104,14 @@ class Engine:
                 )
             )
             self.infos.append(infos)
-            with torch.device("meta"):
-                made = attach(module, infos, config, options.lora, ranks) if options.lora is not None else ()
-                self.adapters.append(list(made))
+            self.adapters.append([])
+            if options.lora is not None:
+                natives = [info.native for info in infos]
+                with torch.device("meta"):
+                    made = list(attach(module, natives, config, options.lora, ranks))
+                self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
         if options.lora is not None:
-            check_targets(config, self.adapters, options.lora.targets)
+            check_targets(config, options.lora.targets, found=any(self.adapters))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
@@ -279,7 +282,7 @@ class Engine:
             return self._passes.make(batch, share=share)
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
-        seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
+        seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
         balance = Balance(share * batch.tokens.numel() / self.grid.cp)
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
@@ -344,6 +347,8 @@ class _LossSum:
     def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
         """As a chunk computed them; total comes back."""
         for row, name in enumerate(self.names):
+            if name not in found:
+                continue
             losses, weights = found[name]
             self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
             self.sums[row, 1] += weights.sum(dtype=torch.float64)
@@ -354,3 +359,4 @@ def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
     """The modules before which parameters have to be there."""
     yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
     yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
+    yield from chunk.mtp.layers if chunk.mtp is not None else ()

@@ -50,6 +50,7 @@ ROOMS = {
     "megatron_lite": (
         ("megatron_lite", "megatron_lite.__main__", "megatron_lite.cli"),
         ("megatron_lite.inference",),
+        ("megatron_lite.planning",),
         ("megatron_lite.loop",),
         ("megatron_lite.checkpoint",),
         ("megatron_lite.engine",),

@@ -47,6 +47,8 @@ class Snapshot:
     objects: Mapping[str, bytes] | None = None
     rank_file: tuple[str, Mapping[str, Any]] | None = None
     """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+    files: Mapping[str, bytes] | None = None
+    """Of a run that trains adapters, by name; on rank 0."""
 
     def copied(self) -> "Snapshot":
         """With tensors that training won't change, in main memory."""
@@ -145,17 +147,30 @@ def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     config, content = engine.config, empty_object()
-    stacked = stacks_layers(config)
+    stacked, count = stacks_layers(config), config.layer_count
     for chunk in engine.grid.chunks():
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            number, place = ("", f"{layer}_{config.layer_count}") if stacked else (f"{layer}.", "0_1")
-            for module in _modules_with_states(config, layer, impl):
-                yield f"decoder.layers.{number}{module}._extra_state/shard_{place}", content
-            for expert in range(config.experts.count if config.has("moe", layer) else 0):
-                at, of = (f"{layer}.", f"{config.layer_count}.") if stacked else ("", "")
-                for module in ("linear_fc1", "linear_fc2"):
-                    key = f"decoder.layers.{number}mlp.experts.experts.{module}._extra_state"
-                    yield f"{key}/shard_{at}{expert}_{of}{config.experts.count}", content
+            at = ("decoder.layers.", layer, count) if stacked else (f"decoder.layers.{layer}.", 0, 1)
+            for key in _states_of_layer(config, layer, impl, *at):
+                yield key, content
+        for depth in range(config.mtp_layers if chunk.is_last else 0):
+            prefix = f"mtp.layers.{depth}."
+            yield f"{prefix}eh_proj._extra_state/shard_0_1", content
+            for key in _states_of_layer(config, count - 1, impl, f"{prefix}transformer_layer.", 0, 1):
+                yield key, content
+
+
+def _states_of_layer(
+    config: ModelConfig, layer: int, impl: str, prefix: str, number: int, stacked: int
+) -> Iterator[str]:
+    """number: of the layer among those that are stacked under this prefix."""
+    for module in _modules_with_states(config, layer, impl):
+        yield f"{prefix}{module}._extra_state/shard_{number}_{stacked}"
+    at, of = (f"{number}.", f"{stacked}.") if stacked > 1 else ("", "")
+    for expert in range(config.experts.count if config.has("moe", layer) else 0):
+        for module in ("linear_fc1", "linear_fc2"):
+            key = f"{prefix}mlp.experts.experts.{module}._extra_state"
+            yield f"{key}/shard_{at}{expert}_{of}{config.experts.count}"
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:

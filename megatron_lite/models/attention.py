@@ -36,7 +36,7 @@ def attend(
     scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
     """
     if run.context is not None:
-        return _with_others(q, k, v, run.context, run, window, backend)
+        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
     if len(k) != len(q):
         return sdpa(q, k, v, seen(run.positions, len(k), window), dropout, scale, sinks)
     kernel = choose(backend, q, v) if sinks is None else "sdpa"
@@ -49,14 +49,24 @@ def attend(
 
 
 def _with_others(
-    q: Tensor, k: Tensor, v: Tensor, ranks: ContextGroup, run: Pass, window: int | None, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: ContextGroup,
+    run: Pass,
+    window: int | None,
+    backend: str,
+    scale: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
     if ranks.how != "a2a":
-        across: Tensor = attend_across(q, k, v, ranks, run.packed)
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks)
         return across
     q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
-    return tokens_for_heads(attend(q, k, v, replace(run, context=None), window=window, backend=backend), ranks)
+    sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
+    here = replace(run, context=None)
+    return tokens_for_heads(attend(q, k, v, here, window=window, backend=backend, scale=scale, sinks=sinks), ranks)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:

@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         config, latent, heads = plan.config, plan.config.latent, plan.sizes["heads"]
         self.layer, self.ranks, self.options, self.latent, self.heads = layer, plan.ranks, plan.options, latent, heads
-        self.nope, self.window = config.attention.head_dim - latent.rope_dim, config.layers[layer].window
+        self.nope, self.window = config.attention.head_dim - latent.rope_dim, plan.kind(layer).window
         self.scale = scale_of_scores(config)
         width, direct = heads * config.attention.head_dim, not latent.q_rank
         self.linear_q_proj = ColumnLinear(config.hidden, width, plan.ranks) if direct else None
@@ -65,8 +65,9 @@ class LatentAttention(nn.Module):
         rope, v_dim = self.latent.rope_dim, self.latent.v_dim
         q = self._queries(x)
         q = q.view(*q.shape[:2], self.heads, -1)
-        latent, rotating = self.linear_kv_down_proj(x).split((self.latent.kv_rank, rope), -1)
-        k, v = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1)).split((self.nope, v_dim), -1)
+        latent, rotating = torch.split(self.linear_kv_down_proj(x), [self.latent.kv_rank, rope], -1)
+        made: Tensor = self.linear_kv_up_proj(latent)
+        k, v = torch.split(made.view(*made.shape[:2], self.heads, -1), [self.nope, v_dim], -1)
         rotating = comm.shared_over(rotating, self.ranks.group, gather=self.ranks.sequence).unsqueeze(2)
         if run.rotary is not None:
             q_nope, q_rope = torch.split(q, [self.nope, rope], -1)

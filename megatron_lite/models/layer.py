@@ -21,7 +21,7 @@ class Layer(nn.Module):
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
-        kind, norm = plan.config.layers[layer], plan.config.norm
+        kind, norm = plan.kind(layer), plan.config.norm
         latent = plan.config.latent.kv_rank > 0
         self.input_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if latent else None
         self.self_attention = MIXERS[("latent " if latent else "") + kind.mixer](plan, layer)
@@ -38,5 +38,5 @@ class Layer(nn.Module):
     def _drop(self, x: Tensor, run: Pass, place: int) -> Tensor:
         if run.seed is None or not self.dropout:
             return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks, run.context)
+        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks)
         return dropped

@@ -35,24 +35,18 @@ def mix(*numbers: int) -> int:
 class Seed:
     """Of one pass of one microbatch. Mutable on purpose: torch.compile doesn't guard what it never reads."""
 
-    def __init__(self, *numbers: int) -> None:
-        self.value = mix(*numbers)
+    def __init__(self, *numbers: int, context: ContextGroup | None = None) -> None:
+        """context: the ranks that share each sequence."""
+        self.value, self._context = mix(*numbers), context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def drop(
-        self,
-        x: Tensor,
-        probability: float,
-        layer: int,
-        place: int,
-        ranks: TensorGroup,
-        context: ContextGroup | None,
-    ) -> Tensor:
+    def drop(self, x: Tensor, probability: float, layer: int, place: int, ranks: TensorGroup) -> Tensor:
         """x [sequence (/ cp, / tp), batch, width] with some elements 0 and the others scaled up.
 
         Drawn for the whole sequence on every rank, so that ranks agree on it whether they share it or not.
         """
         generator = torch.Generator(x.device).manual_seed(mix(self.value, layer, place))
+        context = self._context
         length = x.shape[0] * (ranks.size if ranks.sequence else 1) * (context.size if context is not None else 1)
         kept = x.new_empty(length, *x.shape[1:]).bernoulli_(1 - probability, generator=generator)
         own = kept if context is None else context.own_part(kept, 0)

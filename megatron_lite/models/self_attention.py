@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
         config, sizes = plan.config, plan.sizes
         self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
         self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
-        self.window, self.rotates = config.layers[layer].window, config.layers[layer].rotates
+        self.window, self.rotates = plan.kind(layer).window, plan.kind(layer).rotates
         self.interleaved = config.positions.interleaved
         self.linear_qkv = NormColumnLinear(
             config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,

@@ -118,7 +118,7 @@ class ChunkBuckets:
         self.buckets: list[Bucket] = []
         """In the order of a forward pass."""
         self._of: dict[int, Bucket] = {}
-        for members, used in _fill(list(infos), bucket_elements):
+        for members, used in fill(list(infos), bucket_elements):
             bucket = _make(members, used, dtype, device, groups(members[0].info.reduced_over), distributed=distributed)
             self.buckets.append(bucket)
             for member in members:
@@ -176,7 +176,7 @@ def _make(
     members: list[Member], used: int, dtype: torch.dtype, device: torch.device, group: comm.Group, *, distributed: bool
 ) -> Bucket:
     ranks = comm.size(group)
-    size = _up(used, ranks * ALIGNMENT)
+    size = padded(used, ranks)
     part = size // ranks
     index = group.rank() if distributed and group is not None else 0
     own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
@@ -185,7 +185,7 @@ def _make(
     return Bucket(members, data, gradients, own, group, distributed and group is not None)
 
 
-def _fill(infos: list[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:
+def fill(infos: Sequence[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:
     """(members, elements) of each bucket, in the order of their first members.
 
     A bucket takes whole units (a layer, the embedding, the head) until it has `most` elements. A tied embedding has one of its own,
@@ -211,6 +211,11 @@ def _unit(info: ParameterInfo) -> str:
     """What a forward pass waits for as one: a layer, or what stands outside of them."""
     parts = info.name.split(".")
     return ".".join(parts[:3]) if parts[1:2] == ["layers"] else ".".join(parts[:2])
+
+
+def padded(used: int, ranks: int) -> int:
+    """Elements of a bucket, so that every rank has a part that is aligned."""
+    return _up(used, ranks * ALIGNMENT)
 
 
 def _up(count: int, multiple: int) -> int:

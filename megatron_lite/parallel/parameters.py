@@ -85,15 +85,27 @@ def parameter_infos(
             native,
             kind,
             partial=is_partial(kind, grid.layout.tp, sequence=sequence),
-            tied=config.tie_embeddings and grid.layout.pp > 1 and kind is Kind.VOCABULARY,
+            tied=grid.layout.pp > 1 and kind is Kind.VOCABULARY and _at_both_ends(native, config),
             is_copy=native.copy is not None,
             frozen=frozen,
         )
 
 
+def adapter_info(chunk: int, native: NativeTensor, kind: Kind, tp: int, *, sequence: bool) -> ParameterInfo:
+    """Of a matrix that is no part of the model's table, but is trained beside one that is."""
+    return ParameterInfo(
+        chunk, native, kind, partial=is_partial(kind, tp, sequence=sequence), tied=False, is_copy=False
+    )  # fmt: skip
+
+
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
     """Whether the gradient of a parameter of this kind is only its rank's share. sequence: with sequence parallelism."""
     return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))
+
+
+def _at_both_ends(native: NativeTensor, config: ModelConfig) -> bool:
+    """Whether first and last stage have a table of words: a tied one, or the embedding that predicts further tokens."""
+    return config.tie_embeddings or (config.mtp_layers > 0 and "embed.weight" in native.parts)
 
 
 def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -97,6 +97,31 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorG
     return y
 
 
+class _JoinedColumns(torch.autograd.Function):
+    """What a column-sharded matrix made, as a whole; under sequence parallelism of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
+        ctx.ranks = ranks
+        assert ranks.group is not None
+        parts = comm.gathered(x.unsqueeze(0), ranks.group)
+        return ranks.own_part(parts.permute(1, 2, 0, 3).flatten(2)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ranks = ctx.ranks
+        whole = comm.gathered(grad, ranks.group) if ranks.sequence else grad
+        return whole.chunk(ranks.size, -1)[ranks.rank].contiguous(), None
+
+
+def joined_columns(x: Tensor, ranks: TensorGroup) -> Tensor:
+    """x [sequence, batch, width / tp] -> [sequence (/ tp), batch, width]."""
+    if ranks.group is None:
+        return x
+    whole: Tensor = _JoinedColumns.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return whole
+
+
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup) -> Tensor:
     """x [sequence, batch, in / tp], weight [out, in / tp], bias [out] -> [sequence (/ tp), batch, out]."""
     if ranks.group is None:

@@ -24,6 +24,10 @@ class Balancing:
     """Coefficient."""
     bias_rate: float = 0.0
     """How far a step moves the bias of each expert of routers that have one."""
+    capacity_factor: float | None = None
+    """Of the tokens that each expert would get if they were shared out evenly, how many it takes; None: all that come."""
+    drop_policy: str = "probs"
+    """Which it takes: see moe/capacity.py."""
     router_dtype: str | None = None
     """In which the router computes; None: that of its input."""
 
@@ -74,6 +78,8 @@ class ModelOptions:
     balance: Balancing = Balancing()
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
+    mtp_loss_scale: float = 0.1
+    """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234

@@ -155,6 +155,8 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
             f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
             "take --attention-dropout 0"
         )
+    if config.experts.count and options.lora is not None and options.lora.dropout:
+        raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
     if config.experts.count and options.balance.losses:
         raise LayoutError(
             "losses that balance experts can't be had with context parallelism yet; take --moe-router-load-balancing-type none"
@@ -203,7 +205,8 @@ def check_flags(settings: Settings) -> None:
         "micro_batch_size": training.micro_batch_size,
         "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
         "eval_interval": training.eval_interval,
-        "exit_interval": training.exit_interval, "save_interval": saving.save_interval, "keep_last": saving.keep_last,
+        "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
+        "keep_last": saving.keep_last,
         "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
     for name, value in positive.items():
@@ -225,6 +228,7 @@ def check_flags(settings: Settings) -> None:
         (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
+        (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
     ]  # fmt: skip
     for wrong, message in refused:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter, Pair, Sharding
 from megatron_lite.models.lora.shares import Module, Share, modules_of, shares_of
 from megatron_lite.models.moe.experts import ExpertMatrix
-from megatron_lite.parallel.parameters import ParameterInfo, is_partial
+from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, TensorGroup
 from megatron_lite.settings.options import LoRA
 
@@ -26,27 +26,27 @@ _LAYER = re.compile(r"decoder\.layers\.\d+(?=\.)")
 
 
 def attach(
-    chunk: nn.Module, infos: Sequence[ParameterInfo], config: ModelConfig, options: LoRA, ranks: TensorGroup
-) -> Iterator[ParameterInfo]:
+    chunk: nn.Module, natives: Iterable[NativeTensor], config: ModelConfig, options: LoRA, ranks: TensorGroup
+) -> Iterator[tuple[NativeTensor, Kind]]:
     """Put adapters beside the matrices of a chunk, and tell of their parameters, in the order of a forward pass.
 
-    chunk: on the meta device, as what is made. infos: of its own parameters. Raises NotExpressible.
+    chunk: on the meta device, as what is made. natives: its own parameters, in that order. Raises NotExpressible.
     """
     modules, numbers = modules_of(config), Counter[int]()
-    for info in infos:
-        path, _, last = info.name.rpartition(".")
-        matrix, layer = chunk.get_submodule(path), _LAYER.match(info.name)
+    for own in natives:
+        path, _, last = own.name.rpartition(".")
+        matrix, layer = chunk.get_submodule(path), _LAYER.match(own.name)
         if last != "weight" or layer is None or (sharding := _sharding(matrix)) is None:
             continue
-        shares = [share for share in shares_of(info.native, modules) if is_target(share.module, path, options.targets)]
+        shares = [share for share in shares_of(own, modules) if is_target(share.module, path, options.targets)]
         if shares:
             owner = chunk.get_submodule(layer[0])
             assert isinstance(owner, Layer)
             numbers[owner.layer] += 1
             place = owner.layer, numbers[owner.layer]
-            adapter = Adapter(shares, info.native.shape[0], options, sharding, ranks, place)
+            adapter = Adapter(shares, own.shape[0], options, sharding, ranks, place)
             matrix.adapter = adapter
-            yield from _infos(adapter, f"{path}.adapter.pairs", shares, info.chunk, ranks)
+            yield from _parameters(adapter, f"{path}.adapter.pairs", shares)
     for module in chunk.modules():
         if isinstance(module, Layer):
             _seed_before(module)
@@ -65,15 +65,15 @@ def is_target(module: Module, core: str, targets: Sequence[str]) -> bool:
     )
 
 
-def check_targets(config: ModelConfig, found: Sequence[Sequence[ParameterInfo]], targets: Sequence[str]) -> None:
-    """Raises UsageError for words that no module of the model's decoder ends with. found: adapters of a rank's chunks."""
+def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -> None:
+    """Raises UsageError for words that no module of the model's decoder ends with. found: whether a matrix has an adapter."""
     known = {where.module.key for where in modules_of(config).values()} | {
         "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", ALL_LINEAR,
     }  # fmt: skip
     for word in targets:
         if word.rpartition(".")[2] not in known:
             raise UsageError(f"--lora-targets {word}: is no matrix of this model; there are {', '.join(sorted(known))}")
-    if not any(found):
+    if not found:
         raise UsageError(f"--lora-targets {' '.join(targets)}: no matrix of this model's layers is among them")
 
 
@@ -89,9 +89,7 @@ def _seed_before(layer: nn.Module) -> None:
         layer.register_forward_pre_hook(tell)
 
 
-def _infos(
-    adapter: Adapter, path: str, shares: Sequence[Share], chunk: int, ranks: TensorGroup
-) -> Iterator[ParameterInfo]:
+def _parameters(adapter: Adapter, path: str, shares: Sequence[Share]) -> Iterator[tuple[NativeTensor, Kind]]:
     for share in shares:
         pair, rank = adapter.pairs[share.module.key], adapter.options.rank
         assert isinstance(pair, Pair)
@@ -104,11 +102,4 @@ def _infos(
         for name, end, regions in (("lora_a", "lora_A", a), ("lora_b", "lora_B", tuple(b))):
             kind, shape = pair.kinds[name], tuple(pair.get_parameter(name).shape)
             native = NativeTensor(f"{place}.{name}", {f"{share.module.name}.{end}.weight": regions}, shape, kind.copied)
-            yield ParameterInfo(
-                chunk,
-                native,
-                kind,
-                partial=is_partial(kind, ranks.size, sequence=ranks.sequence),
-                tied=False,
-                is_copy=False,
-            )
+            yield native, kind

@@ -33,15 +33,24 @@ _SIZES: dict[str, Any] = {
     "positions.theta": 5000.0,
 }
 _BIASES = {"attention.qkv_bias": True, "attention.o_bias": True, "mlp.bias": True}
+_EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16}
+_LATENT = {
+    "layers.mlp": ("dense", "experts", "experts", "experts"), "experts.score": "sigmoid", "experts.router_bias": True,
+    "experts.shared_ffn": 24, "attention.kv_heads": 4, "latent.kv_rank": 10, "latent.q_rank": 6, "latent.rope_dim": 4,
+    "latent.v_dim": 6,
+}  # fmt: skip
+_SINKS = {
+    "attention.sinks": True, "layers.window": (5, None, 5, None), "mlp.activation": "quick_gelu", "mlp.offset": 1.0,
+    "mlp.clamp": 7.0,
+}  # fmt: skip
 _GPT2 = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.activation": "gelu_tanh", "mlp.gated": False}
 MODELS = {
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **_SIZES}),
     "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **_SIZES}),
     "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
-    "mixtral": from_fields(
-        "mixtral",
-        {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16, **_SIZES},
-    ),
+    "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
+    "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
+    "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }
 

@@ -14,6 +14,7 @@ from megatron_lite.models.across import blocks_of
 from megatron_lite.models.attention import attend
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.passes import Packed, Passes
+from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import CONTEXT, Balancing, ModelOptions
@@ -72,8 +73,10 @@ def test_every_rank_has_as_much_to_do() -> None:
 DOCUMENTS = ((5, 11), (16,))
 
 
-def attended(rank: int, size: int, how: str, *, packed: bool, window: int | None, value: int = 8) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v, of whole sequences."""
+def attended(
+    rank: int, size: int, how: str, *, packed: bool, window: int | None, value: int, sinks: bool
+) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v, of whole sequences, and of sinks."""
     grid = make_grid(Layout(), 1, CPU, cp=size)
     group = grid.group("cp")
     context = None if group is None else ContextGroup(group, rank, size, how)
@@ -85,19 +88,23 @@ def attended(rank: int, size: int, how: str, *, packed: bool, window: int | None
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     batch = Microbatch(tokens, tokens, documents=DOCUMENTS if packed else None)
     run = Passes(MODELS["gpt2"], CPU, torch.float32, context).make(batch)
-    out = attend(q, k, v, run, window=window)
+    at = torch.randn(4, generator=generator).requires_grad_()
+    how_else: dict[str, Any] = {"scale": 0.2, "sinks": at} if sinks else {}
+    out = attend(q, k, v, run, window=window, **how_else)
     out.backward(own[3])
     found = [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
     found = found if context is None else [context.whole(x.contiguous(), 0) for x in found]
+    of_sinks = torch.zeros(4) if at.grad is None else at.grad
+    comm.all_reduce(of_sinks, group)
     grid.close()
-    return found
+    return [*found, of_sinks]
 
 
 @pytest.mark.parametrize("how", CONTEXT)
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_its_gradients_are_those_of_one_process(how: str, packed: bool, world: World) -> None:
-    for window in (None, 5) if how == "a2a" else (None,):
-        arguments = {"packed": packed, "window": window, "value": 6}
+    for window, sinks in ((None, True), (5, False)) if how == "a2a" else ((None, False), (None, True)):
+        arguments = {"packed": packed, "window": window, "value": 6, "sinks": sinks}
         expected = attended(0, 1, how, **arguments)  # type: ignore[arg-type]
         for found in world.run(2, attended_by, 2, how, arguments):
             for one, other in zip(found, expected, strict=True):
@@ -118,6 +125,8 @@ COVERING = [
     Case("llama", cp=2, dp=2, distributed=True, recompute=SELECTIVE, options=how("a2a")),
     Case("qwen3", cp=4, options=how("p2p")),
     Case("mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")),
+    Case("deepseek_v3", cp=2, options=how("p2p")),
+    Case("gpt_oss", cp=2, options=how("a2a")),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)

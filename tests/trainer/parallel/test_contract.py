@@ -1,6 +1,7 @@
 """The model's parameters are the family table's: names and shapes of every rank, at every layout."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.plan import TRAINED, make_plan
 from megatron_lite.models.rotary import Rotary
+from megatron_lite.models.table import table
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
@@ -23,6 +25,9 @@ from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
+from tests.transformers_oracle import MIXTURES, VARIANTS
+
+ROOT = Path(__file__).parents[3]
 
 EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16}
 LATENT = {
@@ -127,7 +132,14 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
 
 
 def test_every_family_that_can_be_trained_is_compared() -> None:
+    """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
+    oracles = {variant.model_type.removesuffix("_text") for variant in (VARIANTS | MIXTURES).values()}
+    assert set(TRAINED) <= oracles
+
+
+def test_the_documentation_lists_what_can_be_trained() -> None:
+    assert table() in (ROOT / "docs" / "trainer-models.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED)))

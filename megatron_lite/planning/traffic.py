@@ -1,0 +1,170 @@
+"""Bytes that ranks hand each other in a step, by group: every collective of this trainer, counted without a process.
+
+Counted are whole tensors, as a collective takes or gives them; what a rank sends of them over its links follows from the number of
+ranks (`Traffic.sent`). A mixture's exchange counts the rows of a rank's own tokens, which leave it whichever experts they are for.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megaconv.model.layout import Chunk
+from megatron_lite.parallel.buckets import fill, padded
+from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.planning.stages import Described
+
+SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""How often a ring sends each byte, but for a rank's own part: times (n - 1) / n."""
+FLOAT32, INT64, FLOAT64 = 4, 8, 8
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one rank and step."""
+
+    group: str
+    """As parallel/grid.py has them: `tp`, `dp`, `ep`, `edp`, `ends`, `world`; `pp` for messages between stages."""
+    kind: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `send`."""
+    bytes: float
+    """Of whole tensors. A mean over data-parallel ranks where these have unequal parts."""
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave a rank."""
+        return self.bytes if self.kind == "send" else self.bytes * SENT[self.kind] * (self.ranks - 1) / self.ranks
+
+
+def stage_traffic(run: Described, pp_rank: int) -> list[Traffic]:
+    """Of a rank of this stage, one for each group and kind."""
+    sums: dict[tuple[str, str], float] = {}
+    for group, kind, count in _all(run, pp_rank):
+        if sizes(run)[group] > 1:
+            sums[group, kind] = sums.get((group, kind), 0.0) + count
+    return [Traffic(group, kind, total, sizes(run)[group]) for (group, kind), total in sums.items()]
+
+
+def sizes(run: Described) -> dict[str, int]:
+    """Ranks of each group."""
+    layout = run.sizes.layout
+    return {
+        "tp": layout.tp, "dp": run.sizes.dp, "pp": layout.pp, "ep": layout.ep, "edp": run.expert_dp,
+        "ends": 2 if layout.pp > 1 else 1, "world": run.world,
+    }  # fmt: skip
+
+
+Counted = tuple[str, str, float]
+"""(group, kind, bytes)."""
+
+
+def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
+    chunks = run.chunks(pp_rank)
+    for index, chunk in enumerate(chunks):
+        for group, kind, count in _of_microbatch(run, chunk):
+            yield group, kind, count * run.microbatches
+        yield from _of_gradients(run, run.parameters(index, chunk))
+    yield "world", "all_reduce", (2 + 1 + 2) * FLOAT64  # losses, squares, two signals
+    routers = sum(run.config.has("moe", layer) for chunk in chunks for layer in range(chunk.first_layer, _end(chunk)))
+    if run.config.experts.router_bias and run.options.balance.bias_rate and routers:
+        for axis in ("tp", "dp"):
+            yield axis, "all_reduce", routers * run.config.experts.count * INT64
+
+
+def _end(chunk: Chunk) -> int:
+    return chunk.first_layer + chunk.layers
+
+
+def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
+    tokens = run.sizes.seq * run.sizes.micro_batch
+    whole = tokens * run.config.hidden * run.itemsize
+    between = whole // run.sizes.layout.tp if run.sequence else whole
+    if chunk.is_first:
+        yield from _there_and_back(run, whole)
+    else:
+        yield "pp", "send", between  # the gradient, backward
+    again = _computed_again(run, chunk)
+    for layer in range(chunk.first_layer, _end(chunk)):
+        yield from _of_layer(run, layer, 2 if layer in again else 1)
+    if chunk.is_last:
+        for _ in range(1 + run.config.mtp_layers):
+            yield from _there_and_back(run, whole)
+            yield "tp", "all_gather", 3 * FLOAT32 * tokens * run.sizes.layout.tp
+        for _ in range(run.config.mtp_layers):
+            yield from _of_layer(run, run.config.layer_count - 1, 1)
+    else:
+        yield "pp", "send", between
+
+
+def _there_and_back(run: Described, whole: int) -> Iterator[Counted]:
+    """Of the embedding's output, and of the head's input."""
+    if run.sequence:
+        yield "tp", "reduce_scatter", whole
+        yield "tp", "all_gather", whole
+    else:
+        yield "tp", "all_reduce", whole
+
+
+def _computed_again(run: Described, chunk: Chunk) -> range:
+    again = run.options.recompute
+    if again.granularity != "full":
+        return range(0)
+    return range(
+        chunk.first_layer,
+        _end(chunk) if again.method == "uniform" else min(_end(chunk), chunk.first_layer + again.layers),
+    )
+
+
+def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
+    """forward: how often its forward pass is computed."""
+    config, kind = run.config, run.config.layers[layer]
+    if kind.mixer != "none":
+        latent = config.latent
+        into = (latent.q_rank or config.hidden) + latent.kv_rank + latent.rope_dim if latent.kv_rank else config.hidden
+        yield from _of_matrices(run, into, forward)
+    if kind.mlp == "dense":
+        yield from _of_matrices(run, config.hidden, forward)
+    elif kind.mlp == "experts":
+        if config.experts.shared_ffn:
+            yield from _of_matrices(run, config.hidden, forward)
+        yield from _of_experts(run, forward)
+
+
+def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
+    """A matrix sharded by columns and one by rows behind it. into: width of what the first takes."""
+    each = run.sizes.seq * run.sizes.micro_batch * run.itemsize
+    taken, given = each * into, each * run.config.hidden
+    if run.sequence:
+        yield "tp", "all_gather", taken * (forward + 1) + given
+        yield "tp", "reduce_scatter", given * forward + taken
+    else:
+        yield "tp", "all_reduce", given * forward + taken
+
+
+def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
+    """Rows to experts and back, with their weights; on the way back gradients of all of these."""
+    experts, balance = run.config.experts, run.options.balance
+    tokens = run.sizes.seq * run.sizes.micro_batch // (run.sizes.layout.tp if run.sequence else 1)
+    rows = tokens * experts.per_token * run.itemsize
+    yield "ep", "all_to_all", (rows * (2 * run.config.hidden + 1)) * (forward + 1) + experts.count * INT64 * forward
+    for kind, _ in balance.losses:
+        each = run.sizes.micro_batch if kind == "seq_aux_loss" else 1
+        yield "tp", "all_reduce", each * experts.count * FLOAT32 * forward
+
+
+def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
+    trained = [info for info in infos if info.trained]
+    for members, used in fill(trained, run.optimizer.bucket_elements):
+        axis = members[0].info.reduced_over
+        size = padded(used, sizes(run)[axis])
+        if run.optimizer.distributed:
+            yield axis, "reduce_scatter", size * FLOAT32
+            yield axis, "all_gather", size * run.itemsize
+        else:
+            yield axis, "all_reduce", size * FLOAT32
+    for info in trained:
+        own = prod(info.native.shape) / (sizes(run)[info.reduced_over] if run.optimizer.distributed else 1)
+        if info.partial:
+            yield "tp", "all_reduce", own * FLOAT32
+        if info.tied:
+            yield "ends", "all_reduce", own * FLOAT32

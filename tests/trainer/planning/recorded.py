@@ -1,0 +1,202 @@
+"""What one real step does: bytes of every collective by group, bytes that forward passes keep, bytes of all that stays."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed, from_fields
+from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megatron_lite.checkpoint.weights import init_weights
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.planning.stages import Described
+from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.sizes import BatchSize, Sizes
+from tests.trainer.parallel.small import MODELS, NONE
+
+SEQUENCE = 16
+MIXTURE = from_fields(
+    "qwen2_moe",
+    {
+        "layers.count": 4, "layers.mlp": ("dense", "experts", "experts", "experts"), "hidden": 32, "attention.heads": 4,
+        "attention.kv_heads": 2, "attention.head_dim": 8, "mlp.ffn": 48, "vocab": 61, "max_positions": 32,
+        "norm.epsilon": 1e-5, "positions.theta": 5000.0, "experts.count": 4, "experts.per_token": 2, "experts.ffn": 24,
+        "experts.shared_ffn": 40, "experts.shared_gate": True, "experts.renormalize": False,
+    },
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A small run. Everything else is the same for all of them."""
+
+    model: str = "qwen3"
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sequence: bool = False
+    distributed: bool = False
+    recompute: Recompute = NONE
+    dtype: str = "float32"
+    microbatches: int = 2
+    wider: int = 1
+    """Times which the model is as wide."""
+
+    @property
+    def config(self) -> ModelConfig:
+        found = MIXTURE if self.model == "mixture" else MODELS[self.model]
+        wide = {
+            "hidden": found.hidden * self.wider,
+            "mlp.ffn": found.mlp.ffn * self.wider,
+            "vocab": found.vocab * self.wider,
+        }
+        wide["attention.head_dim"] = found.attention.head_dim * self.wider
+        return changed(found, wide) if self.wider > 1 else found
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def described(self) -> Described:
+        config = self.config
+        layout = Layout(
+            self.tp,
+            self.pp,
+            self.vpp,
+            self.ep,
+            stage_layers=split_layers(config.layer_count, self.pp, self.vpp, LayerSplit()),
+        )
+        options = ModelOptions(
+            self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
+            balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3),
+        )  # fmt: skip
+        optimizer = OptimizerOptions(distributed=self.distributed, bucket_elements=4000)
+        batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
+        return Described(config, Sizes(layout, self.dp, batch, 2, SEQUENCE), options, optimizer)
+
+    def __str__(self) -> str:
+        plain = Planned()
+        return (
+            " ".join(f"{name} {value}" for name, value in vars(self).items() if value != getattr(plain, name))
+            or "plain"
+        )
+
+
+def make_engine(planned: Planned) -> Engine:
+    run = planned.described()
+    grid = make_grid(run.sizes.layout, run.sizes.dp, torch.device("cpu"), experts=run.config.experts.count > 0)
+    engine = Engine(run.config, grid, run.options, run.optimizer)
+    init_weights(engine, 0.1, 5)
+    return engine
+
+
+def step(engine: Engine, planned: Planned) -> None:
+    generator = torch.Generator().manual_seed(engine.grid.dp_rank)
+    tokens = torch.randint(engine.config.vocab, (planned.microbatches, 2, SEQUENCE + 1), generator=generator)
+    batches = [Microbatch(rows[:, :-1], rows[:, 1:], index=index) for index, rows in enumerate(tokens)]
+    engine.train_step(batches, 1e-3, 0.1, (0.0, 0.0))
+    engine.finish()
+
+
+def traffic_of_a_step(_rank: int, planned: Planned) -> tuple[int, dict[tuple[str, str], int], dict[str, str]]:
+    """(pipeline rank, bytes by group and kind, what groups are called: of the same ranks one name)."""
+    engine = make_engine(planned)
+    with _recording(engine) as counted:
+        step(engine, planned)
+    pp_rank = engine.grid.pp_rank
+    names = _names(engine)
+    called = {axis: names[group] for axis, group in engine.grid.groups.items() if group is not None}
+    engine.grid.close()
+    return pp_rank, dict(counted), called
+
+
+def _names(engine: Engine) -> dict[Any, str]:
+    channels = dict.fromkeys(engine.grid.channels.values(), "pp")
+    return {group: axis for axis, group in reversed(list(engine.grid.groups.items()))} | channels
+
+
+@contextmanager
+def _recording(engine: Engine) -> Iterator[Counter[tuple[str, str]]]:
+    """Every function of comm.py that moves anything counts it before."""
+    counted: Counter[tuple[str, str]] = Counter()
+    names = _names(engine)
+
+    def size(tensor: torch.Tensor) -> int:
+        return tensor.numel() * tensor.itemsize
+
+    sizes = {
+        "all_reduce": lambda tensor, group, **_: (group, size(tensor)),
+        "reduce_scatter": lambda part, whole, group, **_: (group, size(whole)),
+        "all_gather": lambda whole, part, group, **_: (group, size(whole)),
+        "all_to_all": lambda rows, group, *_: (group, size(rows)),
+        "send": lambda tensor, rank, group, tag: (group, size(tensor)),
+    }
+    functions = {kind: "exchange" if kind == "all_to_all" else kind for kind in sizes}
+    before = {name: getattr(comm, name) for name in functions.values()}
+
+    def counting(kind: str, function: Any) -> Any:
+        def counts(*arguments: Any, **named: Any) -> Any:
+            group, found = sizes[kind](*arguments, **named)  # type: ignore[no-untyped-call]
+            if group is not None:
+                counted[names[group], kind] += found
+            return function(*arguments, **named)
+
+        return counts
+
+    for kind, name in functions.items():
+        setattr(comm, name, counting(kind, before[name]))
+    try:
+        yield counted
+    finally:
+        for name, function in before.items():
+            setattr(comm, name, function)
+
+
+def bytes_kept(_rank: int, planned: Planned) -> tuple[int, int]:
+    """(pipeline rank, bytes of parameters, gradients and optimizer state: all tensors that are alive after a step)."""
+    gc.collect()
+    before = _tensor_bytes()
+    engine = make_engine(planned)
+    step(engine, planned)
+    gc.collect()
+    found = engine.grid.pp_rank, _tensor_bytes() - before
+    engine.grid.close()
+    return found
+
+
+def _tensor_bytes() -> int:
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def bytes_of_a_pass(planned: Planned) -> int:
+    """That a forward pass keeps for its backward pass, beside parameters: every storage once."""
+    engine = make_engine(replace(planned, microbatches=1))
+    storages: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step(engine, replace(planned, microbatches=1))
+    for bucket in engine.buckets[0].buckets:
+        storages.pop(bucket.data.untyped_storage().data_ptr(), None)
+    return sum(storages.values())

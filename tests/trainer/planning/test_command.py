@@ -1,0 +1,100 @@
+"""`megatron-lite plan`: the numbers that are known of large models, and that of a model that is small."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaconv.errors import UsageError
+from megatron_lite.planning.command import describe, main
+from tests.models import write_llama
+
+GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 50257"
+LLAMA_405B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 128256,
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1,
+    "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "qk_nope_head_dim": 128, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4,
+    "num_experts_per_tok": 8, "moe_layer_freq": 1, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "hidden_act": "silu", "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def planned(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    assert main([*words.split(), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_gpt3_takes_what_its_paper_and_megatrons_formula_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """174.6 billion parameters; without a distributed optimizer 18 bytes of each; arXiv:2104.04473 trains it at TP 8, PP 8."""
+    found = planned(capsys, f"{GPT3} --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536")
+    assert found["parameters"] == 96 * (12 * 12288**2 + 13 * 12288) + (50257 + 2048 + 2) * 12288
+    assert f"{found['parameters'] / 1e9:.1f}" == "174.6"
+    assert found["layout"]["dp"] == 16
+    assert found["batch"]["microbatches"] == 96
+    assert found["bubble"] == pytest.approx(7 / (96 + 7))
+    assert all(stage["state_bytes"] == 18 * stage["parameters"] for stage in found["stages"])
+    between = found["stages"][1:-1]
+    assert {stage["parameters"] for stage in between} == {12 * (12 * 12288**2 // 8 + 7 * 12288 // 8 + 6 * 12288)}
+    messages = {item["kind"]: item["bytes"] for item in between[0]["communication"] if item["group"] == "pp"}
+    assert messages == {"send": 96 * 2 * 2048 * 12288 * 2}
+
+
+def test_llama_3_405b_takes_what_its_shape_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+    flags = "--tp 8 --pp 18 --sequence-parallel --use-distributed-optimizer --seq-length 8192 --global-batch-size 2016"
+    found = planned(capsys, f"--load {tmp_path / 'config.json'} --world-size 16128 {flags}")
+    assert found["parameters"] == 405_853_388_800
+    assert found["layout"]["dp"] == 112
+    layer = 2 * 16384 * (16384 + 1024) + 3 * 16384 * 53248
+    (one,) = {stage["parameters"] for stage in found["stages"][1:-1]}
+    assert one == 7 * (layer // 8 + 2 * 16384)
+    assert found["stages"][1]["state_bytes"] == round(one * (6 + 12 / 112))
+    assert found["not_trained_yet"] is None
+
+
+def test_deepseek_v3_is_planned_though_it_may_not_be_trained_yet(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """671,026,419,200 parameters without the layer that predicts a further token; experts have their own data-parallel ranks."""
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_nextn_predict_layers": 0}))
+    layers = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
+    flags = f"--pp 16 --ep 64 {layers} --use-distributed-optimizer --seq-length 4096 --global-batch-size 15360"
+    found = planned(capsys, f"--load {tmp_path} --world-size 2048 {flags}")
+    assert found["parameters"] == 671_026_419_200
+    assert (found["layout"]["dp"], found["layout"]["expert_dp"]) == (128, 2)
+    rows = 120 * 4096 * 8 * (2 * 7168 + 1) * 2
+    (exchanged,) = (item for item in found["stages"][1]["communication"] if item["group"] == "ep")
+    assert exchanged["bytes"] == 4 * (2 * rows + 120 * 256 * 8)
+
+
+def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=4)
+    assert main(f"--load {model} --world-size 8 --tp 2 --pp 2 --seq-length 16 --global-batch-size 8".split()) == 0
+    out = capsys.readouterr().out
+    assert "TP 2, PP 2" in out
+    assert "DP 2" in out
+    for group in ("tp", "dp", "pp", "world"):
+        assert f"\n{group:>7}  " in out
+
+
+def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{GPT3} --tp 7".split()) == 2
+    assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "12 processes can't be divided" in errors[1]
+    with pytest.raises(UsageError, match="--vocab-size is missing"):
+        describe(1, GPT3.replace("--vocab-size 50257", "").split())

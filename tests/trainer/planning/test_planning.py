@@ -1,0 +1,88 @@
+"""What is planned is what a run then does: counted in small runs, and in the numbers that are known of large ones."""
+
+from collections import Counter
+
+import pytest
+
+from megatron_lite.planning.bubble import bubble
+from megatron_lite.planning.memory import activations, stage_memory
+from megatron_lite.planning.traffic import stage_traffic
+from megatron_lite.settings.options import Recompute
+from tests.trainer.parallel.worlds import World
+from tests.trainer.planning.recorded import Planned, bytes_kept, bytes_of_a_pass, traffic_of_a_step
+
+FULL = Recompute("full")
+STEPS = [
+    Planned("qwen3", tp=2, dp=2, sequence=True, distributed=True),
+    Planned("gpt2", tp=2, pp=2, recompute=FULL),
+    Planned("llama", tp=2, pp=2, vpp=2, sequence=True, dtype="bfloat16"),
+    Planned("mixture", ep=2, dp=4, distributed=True),
+    Planned("mixture", tp=2, dp=2, ep=2, sequence=True, recompute=FULL),
+    Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
+]
+
+
+@pytest.mark.parametrize("planned", STEPS, ids=str)
+def test_bytes_of_communication_are_those_that_a_step_hands_over(planned: Planned, world: World) -> None:
+    """Over the ranks of a stage, since these may have unequal parts of what they share."""
+    recorded: dict[int, Counter[tuple[str, str]]] = {}
+    groups: dict[int, dict[str, str]] = {}
+    for pp_rank, counted, called in world.run(planned.world, traffic_of_a_step, planned):
+        recorded.setdefault(pp_rank, Counter()).update(counted)
+        groups[pp_rank] = called
+    run, ranks = planned.described(), planned.tp * planned.dp
+    for pp_rank, counted in recorded.items():
+        expected: Counter[tuple[str, str]] = Counter()
+        for item in stage_traffic(run, pp_rank):
+            expected[groups[pp_rank].get(item.group, item.group), item.kind] += round(item.bytes * ranks)
+        assert counted == expected
+
+
+KEPT = [
+    Planned("qwen3", dtype="bfloat16", wider=4),
+    Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4),
+    Planned("gpt2", pp=2, dtype="float32", wider=4),
+    Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4),
+]
+
+
+@pytest.mark.parametrize("planned", KEPT, ids=str)
+def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(planned: Planned, world: World) -> None:
+    stages = stage_memory(planned.described())
+    for pp_rank, found in world.run(planned.world, bytes_kept, planned):
+        assert found == pytest.approx(stages[pp_rank].kept, rel=0.05)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixture"])
+@pytest.mark.parametrize("granularity", [None, "selective"])
+def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
+    planned = Planned(model, wider=4, recompute=Recompute(granularity), microbatches=1)
+    assert bytes_of_a_pass(planned) == pytest.approx(activations(planned.described(), 0), rel=0.1)
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    plain, selective, full = (
+        activations(Planned(recompute=Recompute(granularity), microbatches=1).described(), 0)
+        for granularity in (None, "selective", "full")
+    )
+    assert full < selective < plain
+
+
+def test_the_first_stage_keeps_the_passes_of_all_stages_behind_it() -> None:
+    run = Planned("gpt2, untied", pp=4, microbatches=8).described()
+    head = activations(run, 3) - activations(Planned("gpt2, untied", pp=4, microbatches=1).described(), 2)
+    assert [activations(run, rank) // activations(run, 2) for rank in (0, 1, 2)] == [2, 1, 1]
+    assert activations(run, 0) == 2 * activations(run, 2)
+    assert head > 0
+
+
+@pytest.mark.parametrize(("pp", "vpp", "microbatches"), [(1, 1, 4), (4, 1, 4), (4, 1, 32), (4, 2, 8), (8, 4, 16)])
+def test_the_bubble_of_equal_stages_is_the_published_one(pp: int, vpp: int, microbatches: int) -> None:
+    """arXiv:2104.04473, 2.2.2: (p - 1) / (v m) of the ideal time."""
+    found = bubble(pp, vpp, microbatches, [2] * pp * vpp)
+    assert found == pytest.approx((pp - 1) / (vpp * microbatches + pp - 1))
+
+
+def test_a_long_stage_makes_the_others_wait() -> None:
+    assert bubble(4, 1, 8, [3, 2, 2, 2]) > 0
+    assert bubble(2, 1, 4, [1, 3]) < bubble(2, 1, 4, [2, 2]), "of the busiest rank's time less is lost"
