@@ -167,15 +167,20 @@ def check_flags(settings: Settings) -> None:
         "micro_batch_size": training.micro_batch_size,
         "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
         "eval_interval": training.eval_interval,
+        "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
         "exit_interval": training.exit_interval, "save_interval": saving.save_interval, "keep_last": saving.keep_last,
-        "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
+        "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps, "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
     for name, value in positive.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
     balance = settings.balance
     unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "none"}
+    muon = settings.optimizer.optimizer == "muon"
     refused = [
+        (muon and settings.parallel.use_distributed_optimizer,
+         "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out (Megatron core refuses it too)"),
+        (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
