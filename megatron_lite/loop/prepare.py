@@ -135,7 +135,8 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
     )  # fmt: skip
     default = OptimizerOptions()
     return OptimizerOptions(
-        kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer), betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
+        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
         distributed=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,

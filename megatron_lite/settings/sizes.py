@@ -179,7 +179,7 @@ def check_flags(settings: Settings) -> None:
     muon = settings.optimizer.optimizer == "muon"
     refused = [
         (muon and settings.parallel.use_distributed_optimizer,
-         "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out (Megatron core refuses it too)"),
+         "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),

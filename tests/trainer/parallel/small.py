@@ -20,6 +20,8 @@ SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
 """Tokens of a sequence, sequences of a microbatch, microbatches of a step over all data-parallel ranks."""
 NONE, FULL, BLOCK, SELECTIVE = Recompute(), Recompute("full"), Recompute("full", "block", 1), Recompute("selective")
 
+MUON = MuonOptions()
+
 _SIZES: dict[str, Any] = {
     "layers.count": 4,
     "hidden": 32,
@@ -61,7 +63,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     """Further fields of ModelOptions."""
     kind: str = "adamw"
-    muon: MuonOptions = MuonOptions()
+    muon: MuonOptions = MUON
 
     @property
     def world(self) -> int:
