@@ -9,6 +9,7 @@ from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import ModelOptions
 
+WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
 """Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
 
@@ -179,7 +180,7 @@ def check_flags(settings: Settings) -> None:
     muon = settings.optimizer.optimizer == "muon"
     refused = [
         (muon and settings.parallel.use_distributed_optimizer,
-         "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"),
+         WHOLE_MATRICES),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
