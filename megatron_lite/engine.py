@@ -28,6 +28,7 @@ from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, param
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
+from megatron_lite.parallel.replicas import Differs, differing
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.parallel.zero import Optimizer
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
@@ -144,7 +145,7 @@ class Engine:
             )  # fmt: skip
             buckets.wait_before(_units(module))
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer)
+        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
 
     def train_step(
         self,
@@ -322,6 +323,13 @@ class Engine:
         for module, infos in zip(self.chunks, self.infos, strict=True):
             for info in infos:
                 yield info.chunk, info.name, module.get_parameter(info.name).detach()
+
+    def differing(self) -> list[Differs]:
+        """Parameters that data-parallel ranks should hold alike, and don't. Collective."""
+        self.finish()
+        infos = (info for of_chunk in self.infos for info in of_chunk)
+        tensors = (tensor for _, _, tensor in self.parameters())
+        return differing(zip(infos, tensors, strict=True), self.grid)
 
     def state(self) -> dict[str, Any]:
         """What isn't per parameter: plain numbers, equal on all ranks."""

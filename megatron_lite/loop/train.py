@@ -106,6 +106,7 @@ def train(run: Run) -> None:
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        _check_replicas(run)
         _log(run, report, lr)
         if run.saver is not None:
             run.saver.check()
@@ -137,6 +138,21 @@ def _check(run: Run, report: StepReport) -> None:
         raise TrainingError(
             f"step {step}: {what}; lower --lr or look at the data of samples {run.progress.consumed_samples} and after "
             "(--no-check-for-nan-in-loss-and-grad continues regardless)"
+        )
+
+
+def _check_replicas(run: Run) -> None:
+    """Raises TrainingError on the ranks that hold a parameter that isn't everywhere the same."""
+    interval = run.settings.training.check_weight_hash_across_dp_replicas_interval
+    if interval is None or run.progress.iteration % interval:
+        return
+    found = run.engine.differing()
+    if found:
+        first, ranks = found[0], ", ".join(map(str, found[0].ranks))
+        more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
+        raise TrainingError(
+            f"step {run.progress.iteration}: {first.name}{more} of data-parallel ranks {ranks} is not what rank 0 has: "
+            "a device or a link computed something else; go on from the last checkpoint on other machines"
         )
 
 
