@@ -1,11 +1,13 @@
 """GGUF of llama.cpp, in F32, F16, BF16 and Q8_0, of the architectures that are written too.
 
 Matrices keep their dtype; those of Q8_0 become bfloat16, or what --dtype says. Norms, biases and routers, which GGUF has in float32
-whatever the model had, are rounded to the matrices' dtype. Rows of q and k, stacked experts and norms + 1 are undone. What a
-GGUF says of its model is compared in its main sizes alone: --config describes it, and has the tokenizer.
+whatever the model had, are rounded to the matrices' dtype. Rows of q and k, stacked experts and norms + 1 are undone. --config, or a
+config.json beside, describes the model and has its tokenizer; without one the file's own metadata do, as far as they say everything.
 """
 
+import logging
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +23,22 @@ from megaconv.engine.rounding import rounded
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.stored_forms import AddedTensor
 from megaconv.engine.weight_files import has_weights, whole_model
-from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput, UsageError
-from megaconv.families import read_config
+from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
+from megaconv.families import Family, family_of_hf, read_config
+from megaconv.families.parts.gguf_config import config_of
 from megaconv.families.parts.gguf_names import ARCHITECTURES, gguf_rows
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.ceilings import require_countable
+from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import GGUF
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "GGUF of llama.cpp in F32, F16, BF16 or Q8_0; needs --config"
+DESCRIPTION = "GGUF of llama.cpp in F32, F16, BF16 or Q8_0; --config has its tokenizer"
 READS_FILES = True
+
+_log = logging.getLogger("megaconv")
 
 _PLAIN = ("float32", "float16", "bfloat16")
 _ROPE_FREQS = "rope_freqs.weight"
@@ -51,12 +58,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UnsupportedInput(f"{file}: is one of several files; join them with llama.cpp's llama-gguf-split --merge")
     header = gguf_header.read(file)
     directory = next((each for each in (options.config, file.parent) if each and (each / CONFIG_NAME).is_file()), None)
-    if directory is None:
-        raise UsageError(
-            f"{file}: give --config with the Hugging Face directory of the model, which a GGUF doesn't describe in full",
-            code="config-needed",
-        )
-    family, config = read_config(directory / CONFIG_NAME)
+    family, config = _described(file, header) if directory is None else read_config(directory / CONFIG_NAME)
     _require_same_model(file, header, family.name, config)
     tensors = _tensors(file, header, config, options.dtype)
     config, canonical = whole_model(replace(family, rows=gguf_rows(family)), config, GGUF, tensors, str(file))
@@ -64,10 +66,32 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     described = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
-        files=find_sidecars(directory),
-        source=f"gguf, {header.keys['general.architecture']}",
+        files={} if directory is None else find_sidecars(directory),
+        source=f"gguf, {header.keys['general.architecture']}, {_types(header)}",
     )
     return OpenedSource(described, canonical)
+
+
+def _types(header: GgufHeader) -> str:
+    """For people, that of most tensors' bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        sizes[tensor.dtype] += tensor.nbytes
+    short = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    return ", ".join(short.get(name, name.upper()) for name, _ in sizes.most_common())
+
+
+def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
+    """The model by the file's own metadata. Raises as config_of."""
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise TensorMismatch(f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor")
+    found = config_of(header.keys, header.tensors, embedding.shape[0], str(file))
+    _log.warning("%s: its tokenizer is not converted; --config with the model's Hugging Face directory has it", file)
+    with well_formed(str(file)):
+        require_countable(found, str(file))
+        family = family_of_hf(found, str(file))
+        return family, family.read_hf(found)
 
 
 def _file(path: Path) -> Path | None:

@@ -139,7 +139,7 @@ CODES = {
     "target-busy": Cause(2, "another run is writing to --save-dir"),
     "unknown-format": Cause(3, "no loader recognises the input"),
     "unsupported-input": Cause(
-        3, "the input is of a known kind that can't be read: quantized otherwise, an adapter, GGUF ..."
+        3, "the input is of a known kind that can't be read: quantized otherwise, an adapter, a compressed archive ..."
     ),
     "corrupt-checkpoint": Cause(3, "a file says something that can't be true"),
     "missing-file": Cause(3, "a file of the input isn't there"),

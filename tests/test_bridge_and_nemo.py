@@ -220,10 +220,10 @@ def test_a_train_state_that_can_not_be_is_refused(tmp_path: Path) -> None:
     assert_refused(run("inspect", path), 3, "train_state.pt: its step")
 
 
-def test_an_adapter_of_megatron_bridge_is_refused_as_one(tmp_path: Path) -> None:
+def test_an_adapter_of_megatron_bridge_is_told_from_a_model(tmp_path: Path) -> None:
     path = write_bridge(tmp_path / "in", DENSE, {"peft": {"dim": 8}})
     prefix_keys(path / ITERATION / ".metadata", "decoder.layers.0.self_attention.linear_qkv.adapter.")
-    assert_refused(run("fingerprint", path), 3, "is an adapter of Megatron-Bridge", "merge it")
+    assert_refused(run("fingerprint", path), 2, "is an adapter of Megatron-Bridge", "--config", "--saver peft")
 
 
 # Settings one by one.

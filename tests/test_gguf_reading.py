@@ -12,6 +12,7 @@ import megaconv
 from formats import gguf_header
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.preparation import open_source
+from megaconv.model.fields import config_differences
 from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run
@@ -32,6 +33,19 @@ def test_the_model_that_llama_cpp_converted_comes_back_bit_for_bit(case: Path) -
     _, source = open_source(case, options=LoadOptions(config=original(case)))
     _, expected = open_source(original(case))
     assert source.header.manifest == expected.header.manifest
+    assert fingerprint_source(source, 1).weights == megaconv.fingerprint(original(case)).weights
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PLAIN if "llama3" not in case.name], ids=lambda case: case.parent.name
+)
+def test_a_file_alone_says_what_model_it_is(case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alone = Path(shutil.copy(case, tmp_path / "model.gguf"))
+    _, source = open_source(alone)
+    _, expected = open_source(original(case))
+    assert "its tokenizer is not converted" in caplog.text
+    differences = config_differences(source.header.config, expected.header.config)
+    assert {name for name, _, _ in differences} <= {"pad_token_id"}  # the tokenizer's, which config.json doesn't repeat
     assert fingerprint_source(source, 1).weights == megaconv.fingerprint(original(case)).weights
 
 
@@ -95,8 +109,21 @@ def refused(path: Path, config: Path, tmp_path: Path, status: int, *words: str) 
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_configuration_it_is_asked_for(tmp_path: Path) -> None:
-    assert_refused(run("fingerprint", copied(tmp_path)), 2, "give --config")
+def test_what_the_file_leaves_open_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = shutil.copy(next((FIXTURES / "gguf-llama3-bpe").glob("*.gguf")), tmp_path / "in/model.gguf")
+    assert_refused(run("fingerprint", path), 2, "scales positions", "give --config")
+
+
+def test_an_architecture_that_isnt_known_is_refused(tmp_path: Path) -> None:
+    path = copied(tmp_path)
+    path.write_bytes(
+        path.read_bytes().replace(
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0rwkv7",
+        )
+    )
+    assert_refused(run("fingerprint", path), 3, "architecture 'rwkv7'", "supported are llama")
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -76,13 +76,19 @@ def test_a_distcp_file_has_names_beside_its_metadata_and_none_alone(tmp_path: Pa
     assert alone["bytes"] == named["bytes"] > 0
 
 
-def test_a_gguf_file_is_listed_with_its_block_types() -> None:
-    found = inspected(GGUF)
+def test_a_gguf_file_of_another_architecture_is_listed_with_its_block_types(tmp_path: Path) -> None:
+    kind = b"\x05\0\0\0\0\0\0\0qwen"  # a string of five letters
+    (tmp_path / "x.gguf").write_bytes(GGUF.read_bytes().replace(kind + b"2", kind + b"9"))
+    found = inspected(tmp_path / "x.gguf")
     assert found["format"] == "GGUF version 3"
-    assert found["facts"]["general.architecture"] == "qwen2"
+    assert found["facts"]["general.architecture"] == "qwen9"
     assert found["tensors"]["token_embd.weight"]["dtype"] == "q8_0"
     assert found["tensors"]["output_norm.weight"]["dtype"] == "float32"
     assert max(tensor["offset"] + tensor["bytes"] for tensor in found["tensors"].values()) <= GGUF.stat().st_size
+
+
+def test_a_gguf_file_that_can_be_converted_says_how_it_is_stored() -> None:
+    assert "gguf, qwen2, Q8_0, F32" in run("inspect", GGUF).out
 
 
 @pytest.mark.parametrize("length", [3, 20, 200, 8000])

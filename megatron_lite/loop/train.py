@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from formats import rank_files
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
 from megatron_lite.checkpoint.saver import Saver
@@ -241,13 +242,16 @@ def save(run: Run) -> None:
     begun = time.perf_counter()
     saving, progress = run.settings.checkpointing, run.progress
     if run.engine.options.lora is not None:
+        where = (
+            f"{saving.save}/{rank_files.iteration_directory(progress.iteration)}"  # what peft and megaconv merge take
+        )
         taken = adapter_snapshot(run.engine, progress, str(saving.load), with_optimizer=not saving.no_save_optim)
     else:
-        taken = _snapshot(run)
+        where, taken = str(saving.save), _snapshot(run)
     run.saver.save(taken)
     run.saved = progress.iteration
     ways = " (being written while training goes on)" if saving.async_save else ""
-    run.say(f"step {progress.iteration:>6} | saved to {saving.save} in {time.perf_counter() - begun:.2f} s{ways}")
+    run.say(f"step {progress.iteration:>6} | saved to {where} in {time.perf_counter() - begun:.2f} s{ways}")
     run.meter.restart()
 
 
