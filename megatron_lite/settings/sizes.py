@@ -226,7 +226,7 @@ def check_flags(settings: Settings) -> None:
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
-        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} is not known; there are aux_loss, seq_aux_loss, "
+        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
                   "global_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
