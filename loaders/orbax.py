@@ -143,9 +143,10 @@ def _tensors(tree: OrbaxTree, config: ModelConfig, *, pairs: bool) -> dict[str, 
     wanted = dict(_wanted(config, stacked=stacked, tied="decoder.logits_dense.kernel" not in names))
     used = {place.name for place in wanted.values()}
     unknown, missing = sorted(names.keys() - used), sorted(used - names.keys())
-    if unknown or missing:
-        what, which, code = ("has", unknown, "unknown-tensor") if unknown else ("lacks", missing, "missing-tensor")
-        raise TensorMismatch(f"{tree.path}: {what} {listing(which)}, by the configuration", code=code)
+    if unknown:
+        raise TensorMismatch(f"{tree.path}: has {listing(unknown)}, by the configuration", code="unknown-tensor")
+    if missing:
+        raise TensorMismatch(f"{tree.path}: lacks {listing(missing)}, by the configuration", code="missing-tensor")
     found = {
         name: _matrix(name, place, arrays[names[place.name]], config, tree, pairs=pairs)
         for name, place in wanted.items()
