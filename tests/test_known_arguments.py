@@ -183,7 +183,7 @@ def real_checkpoints() -> list[Path]:
     names = [
         path.name
         for path in sorted(FIXTURES.iterdir())
-        if path.is_dir() and not path.name.startswith(("dcp-", "peft-", "gguf-", "deepspeed-"))
+        if path.is_dir() and not path.name.startswith(("dcp-", "peft-", "gguf-", "deepspeed-", "orbax-", "modelopt-"))
     ]
     # One was written by a script that gave it few arguments.
     found = [
