@@ -1,4 +1,5 @@
-"""GGUF, version 3, as llama.cpp reads it: one file of typed metadata, a table of tensors, and their data. Writing only.
+"""GGUF, version 3, as llama.cpp reads it: one file of typed metadata, a table of tensors, and their data. For writing;
+gguf_header.py reads.
 
     GGUF, u32 3, u64 tensors, u64 values
     values        string key, u32 type, the value; strings are u64 bytes and UTF-8; an array is u32 type, u64 count, elements

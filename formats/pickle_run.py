@@ -65,7 +65,8 @@ def _reaches_stop(machine: Machine, until: int) -> bool:
                 stack = []
             elif code == _SET_ITEMS and type(keyed := below[-1][-1]) is dict:
                 for key, value in zip(stack[::2], stack[1::2], strict=True):
-                    if type(key) is not str or len(key) > _KEY_LENGTH:
+                    # Records are keys of `.metadata`, and compare by what they are or hold: any is accepted.
+                    if type(key) is not Opaque and (type(key) is not str or len(key) > _KEY_LENGTH):
                         check_key(key)
                     keyed[key] = value
                 stack = below.pop()

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats import torch_zip
+from formats import torch_zip, zero_universal
 from formats.chunked import Chunk, ChunkedTensor
 from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from formats.flattened import narrowed
@@ -54,6 +54,8 @@ class ZeroCheckpoint:
     """Second name of a tensor -> its first one."""
     state: Mapping[str, Any] = field(repr=False)
     """The rest of the first model_states file."""
+    universal: bool = False
+    """Whether ds_to_universal made it (formats/zero_universal.py)."""
 
     @property
     def dtype(self) -> str:
@@ -65,11 +67,12 @@ def find_step(path: Path) -> Path | None:
     """The directory that holds the files: the path itself, or the one that `latest` names. Raises UnsafeContent."""
     if _files(path, _MODEL):
         return path
-    if not (path / LATEST).is_file():
+    latest = next((path / name for name in (LATEST, zero_universal.LATEST) if (path / name).is_file()), None)
+    if latest is None:
         return None
-    name = read_small(path / LATEST, _LATEST_BYTES).decode(errors="replace").strip()
+    name = read_small(latest, _LATEST_BYTES).decode(errors="replace").strip()
     if not name or "/" in name or name.startswith("."):
-        raise UnsafeContent(f"{path / LATEST}: names {name!r:.80}, which is no directory beside it")
+        raise UnsafeContent(f"{latest}: names {name!r:.80}, which is no directory beside it")
     return path / name if _files(path / name, _MODEL) else None
 
 
@@ -106,6 +109,8 @@ def open_step(path: Path) -> ZeroCheckpoint:
     shared = {_plain(name): _plain(owner) for name, owner in dict(state.get("shared_params") or {}).items()}
     partitions = [_read(file)["optimizer_state_dict"] for file in optimizers.values()]
     try:
+        if zero_universal.is_universal(path):
+            return _universal(path, ranks, module, shared, state)
         return _joined(path, ranks, module, shared, state, partitions)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path}: is not a ZeRO checkpoint of a known form ({error!r})") from error
@@ -153,6 +158,23 @@ def _joined(
     groups = tuple(dict(group) for group in base[0]["param_groups"])
     step = steps.pop() if steps else None
     return ZeroCheckpoint(path, 3 if whole else 2, ranks, module, slots, groups, group_of, step, shared, rest)
+
+
+def _universal(
+    path: Path, ranks: int, module: Mapping[str, LazyTensor], shared: Mapping[str, str], state: Mapping[str, Any]
+) -> ZeroCheckpoint:
+    groups = [{name: as_shape(tuple(shape)) for name, shape in group.items()} for group in state["param_shapes"]]
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    found = zero_universal.read(path, shapes, tuple(state.get("shared_params") or ()))
+    slots = {slot: {_plain(name): tensor for name, tensor in held.items()} for slot, held in found.slots.items()}
+    group_of = {_plain(name): index for index, group in enumerate(groups) for name in group}
+    steps = {int(value) for value in _steps(dict(enumerate({"step": step} for step in found.steps)))}
+    if len(steps) > 1:
+        raise CorruptCheckpoint(f"{path}: its parameters were updated different numbers of times: {sorted(steps)}")
+    step, rest = steps.pop() if steps else None, {name: value for name, value in state.items() if name != "module"}
+    return ZeroCheckpoint(
+        path, found.stage, ranks, module, slots, found.groups, group_of, step, shared, rest, universal=True
+    )
 
 
 def _read(file: Path) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from megaconv.model.table import canonical_shapes
 from megaconv.model.training import MASTER, OptimizerState, ParamGroup, TrainingState
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt"
+DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal checkpoints"
 
 _log = logging.getLogger("megaconv")
 
@@ -78,7 +78,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         manifest,
         training=training,
         files=find_sidecars(directory),
-        source=f"deepspeed, ZeRO {_stage(found)} of {found.ranks} ranks",
+        source=f"deepspeed, {'universal, of ' if found.universal else ''}ZeRO {_stage(found)} of {found.ranks} ranks",
         has_optimizer=bool(found.slots),
     )
     return OpenedSource(header, tensors)

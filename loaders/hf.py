@@ -10,8 +10,8 @@ from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.weight_files import has_weights, read_directory, whole_model
 from megaconv.errors import UsageError
-from megaconv.families import read_config
-from megaconv.families.parts.hf_config import load_config, quant_method
+from megaconv.families import Family, read_config
+from megaconv.families.parts.hf_config import load_config, quant_method, with_modelopt_file
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names
 from megaconv.families.parts.whole_model import split_whole
@@ -38,15 +38,15 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     weights, found = read_directory(path)
-    quantized = load_config(path / CONFIG_NAME) if (path / CONFIG_NAME).is_file() else config.hf or {}
+    beside_weights = path if (path / CONFIG_NAME).is_file() else directory
+    quantized = with_modelopt_file(load_config(beside_weights / CONFIG_NAME), path)
     found = dequantize(found, quantized, options.dtype, weights.name)
     left_out, carried = dict[str, int](), dict[str, LazyTensor]()
     if options.text_only:
-        found, config, left_out = _language_model(found, config)
+        found, config, left_out = _language_model(found, config, family)
     elif config.whole is not None:
-        found, carried, config = split_whole(
-            found, _tied_without_head(config, inner_names(found).values()), weights.name
-        )
+        found, carried, config = split_whole(found, config, family.rows, weights.name)
+        config = _tied_without_head(config, found)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
         found = {
             name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
@@ -68,10 +68,10 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
 
 
 def _language_model(
-    found: Mapping[str, LazyTensor], config: ModelConfig
+    found: Mapping[str, LazyTensor], config: ModelConfig, family: Family
 ) -> tuple[dict[str, LazyTensor], ModelConfig, dict[str, int]]:
     """Its tensors by the names of a model by itself; its configuration, tied where the files hold no head; what lies beside it."""
-    names = inner_names(found)
+    names = inner_names(found, family.rows)
     others = (name.split(".") for name in found if name not in names)
     beside = Counter(".".join(words[: 2 if words[0] == "model" else 1]) for words in others)
     kept = {new: found[old] for old, new in names.items()}

@@ -38,11 +38,13 @@ DIRECTORIES = (
         "is an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE ADAPTER`, or `megaconv convert "
         "--load-dir BASE --adapter ADAPTER`, merges it into its base; --loader peft translates it for Megatron-Bridge",
     ),
-    Kind(("*.gguf",), "holds a GGUF file ({name}), which can't be read; convert the model's Hugging Face directory"),
+    Kind(
+        ("*.gguf",),
+        "holds a GGUF file ({name}): give that file, and --config with the Hugging Face directory of the model",
+    ),
     Kind(
         ("*.nemo",),
-        "holds a NeMo 1 archive ({name}), which can't be read as it is; unpack it (tar xf), and give the directory that comes "
-        "out, or export it with NeMo",
+        "holds a NeMo 1 archive ({name}): give that file, and --config with the Hugging Face directory of the model",
     ),
     Kind(
         ("zero_to_fp32.py", "global_step*", "zero_pp_rank_*", "*_optim_states.pt"),
@@ -55,7 +57,7 @@ DIRECTORIES = (
         "directory of the model",
     ),
     Kind(
-        ("model_weights", "model_weights.ckpt"),
+        ("model_weights",),
         "is a NeMo 1 checkpoint ({name}), which can't be read; export it to a Hugging Face directory with NeMo",
     ),
     Kind(
@@ -100,12 +102,7 @@ REMAINS = (
 )
 """Said only where no checkpoint lies below."""
 FILES = (
-    Kind(("*.gguf",), "is a GGUF file, which can't be read; convert the model's Hugging Face directory"),
-    Kind(
-        ("*.nemo",),
-        "is a NeMo 1 archive, which can't be read as it is; unpack it (tar xf), and give the directory that comes out, or "
-        "export it with NeMo",
-    ),
+    Kind(("*.gguf",), "is called a GGUF file and doesn't begin as one; copy it again"),
     Kind(
         ("*.tar", "*.tar.gz", "*.tgz", "*.zip", "*.tar.zst", "*.7z"),
         "is an archive; unpack it and give the directory that comes out",

@@ -19,7 +19,20 @@ from megaconv.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from megaconv.engine.plan import OutputPlan
 
-LOADERS = ("core", "legacy", "dcp", "deepspeed", "fsdp", "orbax", "hf", "llama_mistral", "mixtral_hf", "peft")
+LOADERS = (
+    "core",
+    "legacy",
+    "nemo",
+    "dcp",
+    "deepspeed",
+    "fsdp",
+    "orbax",
+    "gguf",
+    "hf",
+    "llama_mistral",
+    "mixtral_hf",
+    "peft",
+)
 """In the order in which they are asked about an input; those of other packages come before `hf`."""
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
@@ -108,7 +121,7 @@ def choose(place: Place, name: str | None) -> tuple[str, Loader]:
     found = loader(name)
     if isinstance(place, str) and scheme_of(place) not in schemes(found):
         raise UsageError(f"{place}: the loader {name} takes {_places(found)}")
-    if name in LOADERS and isinstance(place, Path) and place.is_file():  # ours read directories
+    if name in LOADERS and isinstance(place, Path) and place.is_file() and not getattr(found, "READS_FILES", False):
         raise explain(place, is_checkpoint) or UnknownFormat(f"{place}: is a file, where a directory should be")
     return ALIASES.get(name, name), found
 

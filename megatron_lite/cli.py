@@ -20,6 +20,9 @@ commands:
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
+  serve        A model behind OpenAI's routes and Megatron's PUT /api.
+  evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
+  models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
@@ -28,9 +31,12 @@ commands:
 OTHERS = {
     "plan": "megatron_lite.planning.command",
     "preprocess": "megatron_lite.data.preprocess",
+    "models": "megatron_lite.models.table",
     "generate": "megatron_lite.inference.generating",
     "chat": "megatron_lite.inference.chatting",
     "score": "megatron_lite.inference.scoring",
+    "serve": "megatron_lite.inference.server.command",
+    "evaluate": "megatron_lite.inference.evaluation.command",
 }
 """Commands that train nothing -> the module whose main(words) returns the exit status."""
 

@@ -13,6 +13,7 @@ from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.chunk import Counted, ModelChunk
+from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, tokens_by_layer
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass, Passes
@@ -20,9 +21,10 @@ from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.kinds import declared
-from megatron_lite.parallel.parameters import ParameterInfo, parameter_infos, replace_parameter
+from megatron_lite.parallel.kinds import Kind, declared
+from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
@@ -77,36 +79,62 @@ class Engine:
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
         self._loss_names = plan.losses
-        self._passes = Passes(config, grid.device, self.dtype)
+        self._context = self._context_group()
+        self._passes = Passes(config, grid.device, self.dtype, self._context)
         self.chunks: list[ModelChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
+        self.adapters: list[list[ParameterInfo]] = []
+        """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
                 module = ModelChunk(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
-            infos = parameter_infos(kinds, config, grid, index, chunk, plan.vocab_rows, sequence=ranks.sequence)
-            self.infos.append(list(infos))
+            infos = list(
+                parameter_infos(
+                    kinds,
+                    config,
+                    grid,
+                    index,
+                    chunk,
+                    plan.vocab_rows,
+                    sequence=ranks.sequence,
+                    frozen=options.lora is not None,
+                )
+            )
+            self.infos.append(infos)
+            self.adapters.append([])
+            if options.lora is not None:
+                natives = [info.native for info in infos]
+                with torch.device("meta"):
+                    made = list(attach(module, natives, config, options.lora, ranks))
+                self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
+        if options.lora is not None:
+            check_targets(config, options.lora.targets, found=any(self.adapters))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
         self.scaler = LossScaler(fp16_scale)
-        for module, of_chunk in zip(self.chunks, self.infos, strict=True):
-            for info in of_chunk:
+        for module, of_chunk, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
+            for info in (*of_chunk, *adapters):
                 if optimizer is None or not info.trained:
-                    dtype = self.dtype if info.trained else torch.float32
+                    dtype = torch.float32 if info.kind is Kind.UNTRAINED else self.dtype
                     zeros = torch.zeros(info.native.shape, dtype=dtype, device=grid.device)
                     replace_parameter(module, info.name, nn.Parameter(zeros, requires_grad=False))
         if optimizer is not None:
             self._prepare_training(optimizer)
 
+    def _context_group(self) -> ContextGroup | None:
+        group = self.grid.group("cp")
+        return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
+
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid = self.grid
-        for module, infos in zip(self.chunks, self.infos, strict=True):
+        for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             buckets = ChunkBuckets(
-                module, [info for info in infos if info.trained], self.dtype, grid.device, grid.group,
+                module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
@@ -168,11 +196,11 @@ class Engine:
         """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
         modules = (module for chunk in self.chunks for module in chunk.modules())
         routers = [module for module in modules if isinstance(module, Router) and module.expert_bias is not None]
-        if not routers or not self.options.balance.bias_rate:
+        if not routers or not self.options.balance.bias_rate or self.options.lora is not None:
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])
-        for axis in ("tp", "dp"):
+        for axis in ("tp", "replicas"):
             comm.all_reduce(tokens, self.grid.group(axis))
         for router, counts in zip(routers, tokens, strict=True):
             router.move_bias(counts)
@@ -203,7 +231,8 @@ class Engine:
             return None
         chunk, hidden = last
         with torch.no_grad():
-            return chunk.logits((hidden,))
+            own = chunk.logits((hidden,))
+        return own if self._context is None else self._context.whole(own, 1)
 
     def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
         """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
@@ -211,7 +240,7 @@ class Engine:
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
-        run = self._passes.make(batch, cache=cache)
+        run = self.make_pass(batch, cache=cache)
         found: list[tuple[ModelChunk, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
@@ -238,29 +267,35 @@ class Engine:
         def forward(action: Action, taken: Payload) -> Payload:
             chunk, number = self.chunks[action.chunk], action.microbatch
             if number not in under_way:
-                under_way[number] = self._pass(microbatches[number], losses.share)
+                under_way[number] = self._training_pass(microbatches[number], losses.share)
             run = under_way.pop(number) if action.chunk == len(self.chunks) - 1 else under_way[number]
             given: Payload = chunk(taken, run)
             return (losses.add(*chunk.loss(given, run)),) if chunk.is_last else given
 
         Executor(self.grid, forward, self._arriving(microbatches[0])).run(actions, before_backward)
 
-    def _pass(self, batch: Microbatch, share: float) -> Pass:
+    def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
+        """For chunks that are called one by one: without dropout, and without a part in a step."""
+        return self._passes.make(batch, share=1.0, cache=cache)
+
+    def _training_pass(self, batch: Microbatch, share: float) -> Pass:
         if not torch.is_grad_enabled():
             return self._passes.make(batch, share=share)
-        drops = max(self.options.hidden_dropout, self.options.attention_dropout) > 0
-        seed = rng.Seed(self.options.seed, self.step, batch.index) if drops else None
-        balance = Balance(share * batch.tokens.numel())
+        lora = 0.0 if self.options.lora is None else self.options.lora.dropout
+        drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
+        seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
+        balance = Balance(share * batch.tokens.numel() / self.grid.cp)
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
+        own = length // self.grid.cp
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, length)) if action.backward else chunk.takes(rows, length)
+            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
 
         return wires
 
@@ -320,6 +355,8 @@ class _LossSum:
     def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
         """As a chunk computed them; total comes back."""
         for row, name in enumerate(self.names):
+            if name not in found:
+                continue
             losses, weights = found[name]
             self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
             self.sums[row, 1] += weights.sum(dtype=torch.float64)
@@ -330,3 +367,4 @@ def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
     """The modules before which parameters have to be there."""
     yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
     yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
+    yield from chunk.mtp.layers if chunk.mtp is not None else ()

@@ -16,7 +16,7 @@ FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
 """Families whose config.json has Llama's words."""
-WITHOUT_CLASS = ("bailing_moe2",)
+WITHOUT_CLASS = ("bailing_moe2", "mimo", "sarvam_moe")
 """Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
@@ -55,6 +55,7 @@ EXPERT_KEYS: dict[str, Raw] = {
     "dots1": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
     "bailing_moe2": {**SHARED_KEYS, "num_experts": 6, "num_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 1,
                        "topk_group": 1},
+    "sarvam_moe": {**SHARED_KEYS, "num_experts": 6, "num_shared_experts": 2, "first_k_dense_replace": 2},
     "solar_open": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
     "hy_v3": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
     "exaone_moe": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
@@ -267,7 +268,7 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 
 DEEPSEEKS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2"),
+    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2", "sarvam_moe"),
 )
 """Families whose experts are described in DeepSeek's manner."""
 
@@ -523,6 +524,8 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
     if name in ("ernie4_5_moe", "llama4"):
         return config
+    if name == "sarvam_moe":
+        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": draw(st.booleans())})
     if name in ("dots1", "hy_v3", "exaone_moe"):
         config = changed(config, {"attention.qk_norm": True})
         if name == "hy_v3":
@@ -540,7 +543,7 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {"layers.window": window, "attention.qk_norm": name == "qwen3_moe"})
     if name != "gpt_oss":
         config = changed(
-            config, {"attention.qkv_bias": name in ("qwen2", "qwen2_moe"), "attention.qk_norm": name == "qwen3"}
+            config, {"attention.qkv_bias": name in ("qwen2", "qwen2_moe", "mimo"), "attention.qk_norm": name == "qwen3"}
         )
     windowed = draw(st.sets(st.integers(0, layers - 1)))
     if not windowed or (name == "llama" and len(windowed) == layers):

@@ -1,8 +1,8 @@
 """Names of Megatron-Bridge for models whose modules Megatron core lacks, key by key, as they stand in its mapping registries.
 
 Source: mapping_registry() in olmoe_bridge.py, minimax_m2_bridge.py, gemma2_bridge.py, gemma3_bridge.py, exaone4_bridge.py,
-qwen3_next_bridge.py, glm5_bridge.py and bailing_moe2_bridge.py of Megatron-Bridge at 067f987df03b, for layers of Transformer
-Engine with grouped experts.
+qwen3_next_bridge.py, glm5_bridge.py, bailing_moe2_bridge.py and sarvam_moe_bridge.py of Megatron-Bridge at 067f987df03b, for
+layers of Transformer Engine with grouped experts.
 Where a registry has several names for one tensor, by the layers that a model is built of, those of core 0.19 are meant.
 """
 
@@ -98,6 +98,21 @@ def shared(module: str) -> Names:
 
 
 ROUTED = experts("mlp", "gate", ("gate_proj", "up_proj"), "down_proj")
+BAILING: Names = {
+    **NORMS_BEFORE,
+    **MLP,
+    **ROUTED,
+    **shared("shared_experts"),
+    "embedding.word_embeddings.weight": ("model.word_embeddings.weight",),
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    _ATTENTION + "linear_qkv.weight": (_HF + "attention.query_key_value.weight",),
+    _ATTENTION + "linear_proj.weight": (_HF + "attention.dense.weight",),
+    _ATTENTION + "q_layernorm.weight": (_HF + "attention.query_layernorm.weight",),
+    _ATTENTION + "k_layernorm.weight": (_HF + "attention.key_layernorm.weight",),
+    _CORE + "mlp.linear_fc1.layer_norm_weight": (_HF + "post_attention_layernorm.weight",),
+    _CORE + "mlp.router.expert_bias": (_HF + "mlp.gate.expert_bias",),
+}
+"""sarvam_moe_bridge.py has the same."""
 BRIDGE: Mapping[str, Names] = {
     "qwen3_next": {
         **COMMON,
@@ -108,20 +123,8 @@ BRIDGE: Mapping[str, Names] = {
         **shared("shared_expert"),
         _SHARED + "gate_weight": (_HF + "mlp.shared_expert_gate.weight",),
     },
-    "bailing_moe2": {
-        **NORMS_BEFORE,
-        **MLP,
-        **ROUTED,
-        **shared("shared_experts"),
-        "embedding.word_embeddings.weight": ("model.word_embeddings.weight",),
-        "decoder.final_layernorm.weight": ("model.norm.weight",),
-        _ATTENTION + "linear_qkv.weight": (_HF + "attention.query_key_value.weight",),
-        _ATTENTION + "linear_proj.weight": (_HF + "attention.dense.weight",),
-        _ATTENTION + "q_layernorm.weight": (_HF + "attention.query_layernorm.weight",),
-        _ATTENTION + "k_layernorm.weight": (_HF + "attention.key_layernorm.weight",),
-        _CORE + "mlp.linear_fc1.layer_norm_weight": (_HF + "post_attention_layernorm.weight",),
-        _CORE + "mlp.router.expert_bias": (_HF + "mlp.gate.expert_bias",),
-    },
+    "bailing_moe2": BAILING,
+    "sarvam_moe": BAILING,
     "glm_moe_dsa": {**SPARSE, **MLP, **ROUTED, **shared("shared_experts")},
     "olmoe": {**COMMON, **NORMS_BEFORE, **QK_NORMS, **experts("mlp", "gate", ("gate_proj", "up_proj"), "down_proj")},
     "minimax_m2": {

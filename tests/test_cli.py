@@ -355,8 +355,9 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
-    assert list(document["loaders"]) == ["core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "mixtral_hf"]
-    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "gguf"]
+    neighbours = ["nemo", "dcp", "deepspeed", "fsdp", "orbax", "gguf"]
+    assert list(document["loaders"]) == ["core", "legacy", *neighbours, "hf", "llama_mistral", "mixtral_hf", "peft"]
+    assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft"]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
     shown = run("formats").out
     assert all(word in shown for word in ("loaders", "savers", "families", "MistralForCausalLM"))
@@ -665,3 +666,10 @@ def test_quiet_shows_no_progress(command: str, tmp_path: Path, monkeypatch: pyte
     quiet = run(*words, "--quiet")
     assert (quiet.status, quiet.err) == (0, "")
     assert " left" in run(*words, *(["--overwrite"] if words[0] == "convert" else [])).err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("formats", "demo")])
+def test_a_command_without_arguments_says_what_is_missing(command: str) -> None:
+    outcome = run(command)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "issing" in outcome.err

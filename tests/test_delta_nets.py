@@ -210,10 +210,12 @@ def test_legacy_models_have_no_linear_attention(hf: Path, tmp_path: Path) -> Non
 # Layers for multi-token prediction.
 
 
-def test_mtp_layers_are_left_out_with_a_notice_and_come_back_from_the_original(
-    hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_mtp_layers_in_an_unknown_form_are_left_out_with_a_notice_and_come_back_from_the_original(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mtp = {"mtp.fc.weight": torch.ones(12, 24), "mtp.layers.0.self_attn.q_proj.weight": torch.zeros(24, 12)}
+    """Of Qwen 3.5 MoE experts may be packed there and not elsewhere, or the other way round."""
+    hf = write_model(tmp_path / "hf", "qwen3_5_moe")
+    mtp = {"mtp.fc.weight": torch.ones(12, 24), "mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 24, 12)}
     save_file(weights_of(hf) | mtp, hf / "model.safetensors", metadata={"format": "pt"})
     megaconv.convert(hf, tmp_path / "core", saver="core")
     assert "layers for multi-token prediction are not converted" in caplog.text
@@ -223,6 +225,66 @@ def test_mtp_layers_are_left_out_with_a_notice_and_come_back_from_the_original(
     megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=hf)
     assert weights_of(tmp_path / "back").keys() == weights_of(hf).keys()
     assert torch.equal(weights_of(tmp_path / "back")["mtp.fc.weight"], mtp["mtp.fc.weight"])
+
+
+MTP = {
+    "eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight",
+    "mtp_model_layer.self_attention.linear_qkv.layer_norm_weight", "mtp_model_layer.self_attention.linear_qkv.weight",
+    "mtp_model_layer.self_attention.q_layernorm.weight", "mtp_model_layer.self_attention.k_layernorm.weight",
+    "mtp_model_layer.self_attention.linear_proj.weight",
+}  # fmt: skip
+MTP_EXPERTS = {
+    "mtp_model_layer.pre_mlp_layernorm.weight", "mtp_model_layer.mlp.router.weight",
+    "mtp_model_layer.mlp.shared_experts.linear_fc1.weight", "mtp_model_layer.mlp.shared_experts.linear_fc2.weight",
+    "mtp_model_layer.mlp.shared_experts.gate_weight",
+}  # fmt: skip
+MTP_DENSE = {
+    f"mtp_model_layer.mlp.{name}" for name in ("linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight")
+}
+"""Names behind `mtp.layers.0.`, by Megatron-Bridge's mappings of Qwen3-Next and Qwen 3.5 (22 August 2026), experts aside."""
+
+
+def with_mtp(hf: Path) -> Path:
+    """Layer 1 has full attention, and layer 2, the last one, the MLP."""
+    tensors = weights_of(hf)
+    taken = {1: ("self_attn.", "input_layernorm."), 2: ("mlp.", "post_attention_layernorm.")}
+    mtp = {
+        f"mtp.layers.0.{name.removeprefix(f'model.layers.{layer}.')}": torch.randn_like(tensor)
+        for layer, words in taken.items()
+        for name, tensor in tensors.items()
+        if name.startswith(tuple(f"model.layers.{layer}.{word}" for word in words))
+    }
+    hidden = tensors["model.norm.weight"]
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    mtp |= {f"mtp.{name}.weight": torch.randn_like(hidden) for name in norms}
+    mtp["mtp.fc.weight"] = torch.randn(len(hidden), 2 * len(hidden)).to(hidden.dtype)
+    save_file(tensors | mtp, hf / "model.safetensors", metadata={"format": "pt"})
+    return hf
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_the_layer_for_multi_token_prediction_goes_to_megatron_and_back(
+    name: str, ckpt_format: str, tmp_path: Path
+) -> None:
+    hf = with_mtp(write_model(tmp_path / "hf", name))
+    megaconv.convert(hf, tmp_path / "core", saver="core", ckpt_format=ckpt_format, tp=2, pp=2, layer_split=(2, 1))
+    megaconv.convert(tmp_path / "core", tmp_path / "again", saver="core", ckpt_format="torch", pp=1)
+    for place in ("core", "again"):
+        megaconv.convert(tmp_path / place, tmp_path / f"{place} back", saver="hf")
+        assert_same(tmp_path / f"{place} back", hf)
+    (file,) = (tmp_path / "again").glob("*/mp_rank_00*/model_optim_rng.pt")
+    state = read_rank_file(file)
+    of_bridge = {key.replace("transformer_layer", "mtp_model_layer"): value for key, value in state["model"].items()}
+    found = {
+        key.removeprefix("mtp.layers.0.") for key in of_bridge if key.startswith("mtp.") and "_extra_state" not in key
+    }
+    wanted = MTP | (MTP_EXPERTS if name == "qwen3_next" else MTP_DENSE)
+    assert {key for key in found if ".experts." not in key} == wanted
+    torch.save({**state, "model": of_bridge}, file)  # as later releases have it
+    (tmp_path / "again/megaconv.json").unlink()
+    megaconv.convert(tmp_path / "again", tmp_path / "from later", saver="hf")
+    assert_same(tmp_path / "from later", hf)
 
 
 def test_a_gated_delta_net_has_its_convolution_with_an_axis_of_1(hf: Path, tmp_path: Path) -> None:

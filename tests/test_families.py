@@ -77,7 +77,9 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {**EXPERTS, "moe_k": 2, "moe_num_experts": 4},
     "exaone_moe": EXPERTS,
     "bailing_moe2": {**DEEPSEEK, "num_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    "sarvam_moe": {**DEEPSEEK, "num_experts": 4},
     "hy_v3": {**EXPERTS, "num_nextn_predict_layers": 1},
+    "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
     "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1, "head_dim": LATENT["qk_rope_head_dim"]},
     "dots1": {**DEEPSEEK, "norm_topk_prob": True},
     "stablelm": {},
@@ -92,7 +94,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 4},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
     "qwen3_next": {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 4, "mlp_only_layers": [1]},
-    "qwen3_5": DELTA_NET,
+    "qwen3_5": {**DELTA_NET, "mtp_num_hidden_layers": 1},
     "nemotron_h": {
         "hybrid_override_pattern": "ME*",
         "mamba_num_heads": 4,

@@ -96,7 +96,7 @@ def tuned(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_how_far_a_model_has_moved_is_a_page_too(tuned: tuple[Path, Path], tmp_path: Path) -> None:
     outcome = run("diff", *tuned, "--html", tmp_path / "diff.html")
-    assert (outcome.status, outcome.err, "|A-B|" in outcome.out) == (4, "", False)
+    assert (outcome.status, outcome.err, "|A-B|" in outcome.out, "diff.html: " in outcome.out) == (4, "", False, True)
     page = (tmp_path / "diff.html").read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     layers = {layer["name"]: layer["stats"]["relative"] for layer in data["layers"]}

@@ -1,7 +1,7 @@
 """Published models at their real sizes: a conversion of each is planned, and Megatron's arguments lead back to the same model.
 
 tests/fixtures/published_models.json has what a model's config.json says, as far as `source` gives it; what no source gives is
-left out. The sources are training scripts and documents of others, which name Megatron's arguments; the keys are transformers'.
+left out. The sources are training scripts, tables of sizes and tests of others, at one commit each; the keys are transformers'.
 Checkpoints are sparse: headers of all tensors, and no data.
 """
 
@@ -71,6 +71,11 @@ def test_a_conversion_of_a_published_model_is_planned(name: str, tmp_path: Path)
     _, report = prepare(str(tmp_path / "hf"), str(tmp_path / "core"), "core", options)
     assert len(report.files) >= layout.get("tp", 1) * layout.get("pp", 1)
     assert not (tmp_path / "core").exists()
+
+
+def test_there_are_sixty_of_them_and_each_has_a_source() -> None:
+    assert len(PUBLISHED) >= 60
+    assert all(address.startswith("https://") for each in PUBLISHED.values() for address in each["source"])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -96,7 +96,10 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--loader tensorflow", ["no loader", "'tensorflow'", "core, legacy, dcp, deepspeed, hf"]),
+        (
+            "--loader tensorflow",
+            ["no loader", "'tensorflow'", "core, legacy, nemo, dcp, deepspeed, fsdp, orbax, gguf, hf"],
+        ),
         ("--dtype fp8", ["'fp8'", "bf16, fp16, fp32"]),
         ("--dtype int8", ["'int8'", "bf16, fp16, fp32"]),
         ("--dtype bf16 --fp16", ["bf16", "fp16", "contradict"]),

@@ -23,7 +23,7 @@ def written(directory: Path, saver: str) -> Path:
 def test_what_was_written_is_found_again(saver: str, tmp_path: Path) -> None:
     out = written(tmp_path / "out", saver)
     outcome = run("verify", out)
-    files = " and 1 other files" if saver == "hf" else ""
+    files = " and 1 other file" if saver == "hf" else ""
     assert (outcome.status, outcome.out) == (
         0,
         f"as written: 46 tensors{files}, fingerprint {megaconv.fingerprint(out).weights}\n",

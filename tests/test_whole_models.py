@@ -30,7 +30,7 @@ BRIDGE = {
     },
     "qwen2_5_vl": {"visual.patch_embed.proj.weight", "visual.merger.ln_q.weight", "language_model.decoder.final_layernorm.weight"},
     "glm4v_moe": {"visual.patch_embed.proj.weight", "language_model.decoder.final_layernorm.weight"},
-    "kimi_k25": {"mm_projector.pre_norm.weight", "vision_tower.patch_embed.proj.weight"},
+    "kimi_k25": {"mm_projector.pre_norm.weight", "vision_tower.patch_embed.pos_emb.weight"},
     "mistral3": {"multi_modal_projector.norm.weight", "vision_tower.patch_conv.weight"},
     "qwen2_audio": {"audio_tower.conv1.weight", "multi_modal_projector.linear.weight"},
 }  # fmt: skip
@@ -146,6 +146,32 @@ def test_names_of_megatron_bridge_are_enough_beside_the_originals_config_json(qw
     assert_same_weights(tmp_path / "back", qwen / "hf")
     outcome = run("convert", other, tmp_path / "out", "--saver", "hf")
     assert_refused(outcome, 2, "tensors beside a language model (visual)", "--config", "--text-only")
+
+
+@pytest.mark.slow
+def test_the_layer_for_multi_token_prediction_is_of_the_language_model(tmp_path: Path) -> None:
+    """Qwen 3.5's files have it outside `model.language_model.`."""
+    hf, layout = tmp_path / "hf", MODELS["qwen3_5"].layout
+    create(MODELS["qwen3_5"], hf)
+    tensors = load_file(hf / "model.safetensors")
+    last = next(
+        name.removesuffix("self_attn.q_proj.weight") for name in tensors if name.endswith("self_attn.q_proj.weight")
+    )
+    mtp = {
+        f"mtp.layers.0.{name.removeprefix(last)}": tensor * 2
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    norm = tensors["model.language_model.norm.weight"]
+    mtp |= {f"mtp.{name}.weight": norm * 3 for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    mtp["mtp.fc.weight"] = torch.randn(len(norm), 2 * len(norm))
+    save_file(tensors | mtp, hf / "model.safetensors", metadata={"format": "pt"})
+    for name, text in (("whole", False), ("text", True)):
+        megaconv.convert(hf, tmp_path / name, saver="core", text_only=text, **layout)
+        back = {} if name == "whole" else {"base": hf}
+        megaconv.convert(tmp_path / name, tmp_path / f"{name} back", saver="hf", **back)
+        assert_same_weights(tmp_path / f"{name} back", hf)
+        assert ("language_model." * (not text) + "mtp.layers.0.eh_proj.weight") in last_stage(tmp_path / name)
 
 
 # What can't be.

@@ -19,7 +19,7 @@ from megaconv.hub import Place, resolve
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
-from megaconv.model.ir import WEIGHT, Header, weight_kinds
+from megaconv.model.ir import WEIGHT, Header
 from megaconv.model.pattern import SYMBOLS, pattern_of
 from megaconv.options import LoadOptions
 
@@ -110,7 +110,7 @@ class Inspection:
     def dtypes(self) -> dict[str, int]:
         """dtype -> parameters stored in it."""
         counts: Counter[str] = Counter()
-        for info, count in weight_kinds(self.header.manifest).items():
+        for info, count in self.header.weight_kinds.items():
             counts[info.dtype] += count * prod(info.shape)
         return dict(counts.most_common())
 

@@ -98,6 +98,11 @@ def _need_record(place: Place) -> Record:
     if not place.exists():
         raise nothing_at(place)
     record = find_record(place)
+    if record is not None and not record.is_comparable:
+        raise CorruptCheckpoint(
+            f"{place}: fingerprints of an output of --saver {record.saver} are of what is stored, which is not what is read from it",
+            code="no-fingerprints",
+        )
     if record is not None:
         return record
     path = place.parent if place.is_file() else place

@@ -2,13 +2,16 @@
 
     FP8 by blocks (DeepSeek-V3)     x.weight [out, in] float8_e4m3fn, x.weight_scale_inv [out / 128, in / 128] float32:
                                     value * the scale of its block; the last blocks of a row or column may be narrower
+    NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
+                                    float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
     MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
                                     two values a byte, the low four bits first, times 2 ^ (scale - 127)
 
 Products are formed in float32, where both are exact or rounded once, and rounded to nearest even from there. Sources:
-README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3; the OCP Microscaling Formats specification, 1.0.
+README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3; the OCP Microscaling Formats specification, 1.0; nvidia-modelopt 0.47.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,15 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor, reshaped
 from megaconv.engine.cast import CastTensor
 from megaconv.engine.rounding import Floats, rounded
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
 
+_log = logging.getLogger("megaconv")
+
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _GROUP = 32
 """Elements of MXFP4 that share a scale."""
+_NVFP4_GROUP = 16
+_NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
+_OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+"""Ends of names of what calibration found of activations and of the cache."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,33 @@ class Mxfp4Tensor:
         np.copyto(out, rounded(np.ascontiguousarray(pairs.reshape(box.rows, -1)[:, cols]), self.dtype))
 
 
+@dataclass(frozen=True)
+class NvFp4Tensor:
+    """[rows, cols] of 4 bit, two a byte, times the scale of each 16 of a row, times one of all."""
+
+    packed: LazyTensor
+    """[rows, cols / 2] bytes."""
+    scales: LazyTensor
+    """[rows, cols / 16] in float8_e4m3fn."""
+    scale: LazyTensor
+    """One float32."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        first, last = box.col0 // _NVFP4_GROUP, -(-box.col1 // _NVFP4_GROUP)
+        packed = np.empty((box.rows, (last - first) * _NVFP4_GROUP // 2), np.uint8)
+        self.packed.read_into(Box(box.row0, box.row1, first * _NVFP4_GROUP // 2, last * _NVFP4_GROUP // 2), packed)
+        scales = np.empty((box.rows, last - first), np.uint8)
+        self.scales.read_into(Box(box.row0, box.row1, first, last), scales)
+        of_all = read_tensor(self.scale).view(np.float32)[0, 0]
+        pairs = _nvfp4_pairs()[packed].reshape(box.rows, last - first, _NVFP4_GROUP)
+        with np.errstate(over="ignore", invalid="ignore"):
+            pairs *= (_fp8_values()[scales] * of_all)[:, :, None]
+        cols = slice(box.col0 - first * _NVFP4_GROUP, box.col1 - first * _NVFP4_GROUP)
+        np.copyto(out, rounded(np.ascontiguousarray(pairs.reshape(box.rows, -1)[:, cols]), self.dtype))
+
+
 def dequantize(
     tensors: Mapping[str, LazyTensor],
     config: Mapping[str, Any],
@@ -103,6 +139,9 @@ def dequantize(
     method = quant_method(config, where)
     if method == "fp8":
         return _from_fp8(tensors, _fp8_block(quantization(config), where), dtype, where)
+    if method == "modelopt":
+        _require_nvfp4(quantization(config), where)
+        return _from_nvfp4(tensors, dtype, where)
     return _from_mxfp4(tensors, dtype, where) if method == "mxfp4" else dict(tensors)
 
 
@@ -163,6 +202,49 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
     return found
 
 
+def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedInput for another algorithm of ModelOpt's, and for groups of another size."""
+    algorithm, groups = quantization.get("quant_algo"), quantization.get("config_groups")
+    settings = [group["weights"] for group in groups.values()] if isinstance(groups, Mapping) else [quantization]
+    sizes = {each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)}
+    if algorithm != "NVFP4" or sizes != {_NVFP4_GROUP}:
+        raise UnsupportedInput(
+            f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {', '.join(map(str, sizes))}; only NVFP4 "
+            f"in groups of {_NVFP4_GROUP} is supported"
+        )
+
+
+def _from_nvfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    of_activations = [name for name in tensors if name.endswith(_OF_ACTIVATIONS)]
+    if of_activations:
+        _log.warning(
+            "%s: %d scales of activations are left out: the weights are plain ones", where, len(of_activations)
+        )
+    for name, tensor in tensors.items():
+        weight = name.removesuffix(_NVFP4_SCALE_2).removesuffix(_NVFP4_SCALE)
+        if name in of_activations or (weight != name and weight in tensors):
+            continue
+        if tensor.dtype != "uint8":
+            found[name] = tensor
+            continue
+        scales, scale = tensors.get(name + _NVFP4_SCALE), tensors.get(name + _NVFP4_SCALE_2)
+        if scales is None or scale is None:
+            missing = name + (_NVFP4_SCALE if scales is None else _NVFP4_SCALE_2)
+            raise TensorMismatch(f"{where}: {name} is packed, and there is no {missing}", code="missing-tensor")
+        rows, half = matrix_shape(tensor.shape)
+        grid = (rows, 2 * half // _NVFP4_GROUP)
+        fits = tuple(scales.shape) == grid and prod(scale.shape) == 1 and 2 * half % _NVFP4_GROUP == 0
+        if (scales.dtype, scale.dtype) != ("float8_e4m3fn", "float32") or not fits:
+            raise TensorMismatch(
+                f"{where}: {name} is {list(tensor.shape)} uint8 with scales {list(scales.shape)} {scales.dtype} and {list(scale.shape)} "
+                f"{scale.dtype}; expected {list(grid)} float8_e4m3fn and one float32",
+                code="misshapen-tensor",
+            )
+        found[name] = NvFp4Tensor(tensor, scales, scale, (rows, 2 * half), dtype)
+    return found
+
+
 @cache
 def _fp8_values() -> Floats:
     """Of all 256 bytes: a sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, and one NaN of either sign."""
@@ -181,6 +263,12 @@ def _fp4_pairs() -> Floats:
     values = np.concatenate([positive, -positive])
     code = np.arange(256)
     return np.stack([values[code & 15], values[code >> 4]], axis=1)
+
+
+@cache
+def _nvfp4_pairs() -> Floats:
+    """The same, without the minus of a zero, as ModelOpt has it."""
+    return _fp4_pairs() + np.float32(0)
 
 
 @cache

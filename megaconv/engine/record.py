@@ -49,6 +49,12 @@ class Record:
     shapes: Mapping[str, str] = field(default_factory=dict)
     """Empty in a record that has none."""
     files: Mapping[str, str] = field(default_factory=dict)
+    saver: str = ""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its hashes are of the tensors that a reader gets: those of a GGUF output are of its blocks."""
+        return self.saver != "gguf"
 
     def changed_files(self) -> dict[str, str]:
         """Small file -> `changed` or `missing`. Raises UnsafeContent for a record that names files elsewhere."""
@@ -166,7 +172,8 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     texts = all(isinstance(table, dict) and all(isinstance(text, str) for text in table.values()) for table in tables)
     if not isinstance(whole, str) or "tensors" not in given or not texts or not isinstance(version, str | None):
         raise CorruptCheckpoint(f"{file}: expected fingerprint and tensors, which megaconv writes there")
-    return Record(root, whole, *tables), version
+    tensors, shapes, files = tables
+    return Record(root, whole, tensors, shapes, files, saver=str(given.get("saver", ""))), version
 
 
 def source_of(record: Record) -> Mapping[str, Any]:
@@ -235,7 +242,7 @@ def check_source(
     altered: tensors that something else is merged into.
     """
     record = find_record(place)
-    if record is None:
+    if record is None or not record.is_comparable:
         return SourceCheck()
     differing = record.other_tensors(written)
     missing = {name: what for name, what in differing.items() if what == "missing" or not other_shapes}

@@ -20,7 +20,10 @@ _NAMES: dict[str, dict[str, Spelling]] = {
     ROUTER_BIAS.canonical: {"hf": "model.layers.{l}.mlp.gate.expert_bias"},
 }
 _MTP_NAMES = {"mtp.{l}.final_norm.weight": {"hf": "model.layers.{l}.final_layernorm.weight"}}
-ROWS = in_core(respelled(with_mtp(respelled(UNPREDICTING, _NAMES), hf_copies=False), _MTP_NAMES))
+PLAIN = in_core(respelled(UNPREDICTING, _NAMES))
+"""Without layers for multi-token prediction."""
+ROWS = respelled(with_mtp(PLAIN, hf_copies=False), _MTP_NAMES)
+ONLY = {**SILU, "use_bias": False, "moe_router_enable_expert_bias": True}
 _KEYS = (
     *decoder_keys(
         positions=32768, kv_heads=4, head_dim=128, ffn=5120, rotation=rope(6e5), partial=partial_rotation(1.0),
@@ -37,7 +40,6 @@ _KEYS = (
 
 FAMILY = Family(
     "bailing_moe2", ("BailingMoeV2ForCausalLM",), "bailing_moe_v2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID},
-    only={**SILU, "use_bias": False, "moe_router_enable_expert_bias": True, "score_function": "sigmoid"}, ignored=IGNORED,
-    complete=without_missing, recognized=None, proven="names",
+    only={**ONLY, "score_function": "sigmoid"}, ignored=IGNORED, complete=without_missing, recognized=None, proven="names",
 )  # fmt: skip
 """Not recognized: Megatron's arguments are a GLM 4.5's. Defaults and names: Megatron-Bridge's copy of the class, at 067f987df03b."""

@@ -12,13 +12,13 @@ from megaconv.families.parts.delta_net import (
     hybrid_keys,
     linear_rows,
 )
-from megaconv.families.parts.mtp import MTP_LEFT_OUT
+from megaconv.families.parts.mtp import OF_QWEN
 
 MIXERS = (EMBEDDING, *GATED_ATTENTION, *linear_rows(PROJECTIONS))
 _ROWS = (*MIXERS, *MLP, *HEAD)
 
 FAMILY = Family(
-    "qwen3_5", ("Qwen3_5ForCausalLM",), "qwen3_5_text", tuple(row.without("legacy", "meta") for row in _ROWS),
-    keys=hybrid_keys(kv_heads=4), fixed=HYBRID, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT,
+    "qwen3_5", ("Qwen3_5ForCausalLM",), "qwen3_5_text", OF_QWEN.rows(tuple(row.without("legacy", "meta") for row in _ROWS)),
+    keys=(*hybrid_keys(kv_heads=4), OF_QWEN.keys), fixed=HYBRID, only=HYBRID_ONLY, ignored=IGNORED, complete=OF_QWEN.complete,
     features=HYBRID_FEATURES, recognized=f"{RECOGNIZED} !mixture",
 )  # fmt: skip

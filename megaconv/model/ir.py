@@ -7,6 +7,7 @@ whole, unpadded, [out, in]. A slot says what a tensor is of its parameter: the w
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -88,7 +89,12 @@ class Header:
 
     @property
     def parameters(self) -> int:
-        return sum(count * prod(info.shape) for info, count in weight_kinds(self.manifest).items())
+        return sum(count * prod(info.shape) for info, count in self.weight_kinds.items())
+
+    @cached_property
+    def weight_kinds(self) -> Counter[TensorInfo]:
+        """`weight_kinds` of the manifest, counted once."""
+        return weight_kinds(self.manifest)
 
 
 def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:

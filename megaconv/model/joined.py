@@ -23,6 +23,7 @@ from megaconv.model.table import (
     RopeLast,
     RotaryPairs,
     Row,
+    SecondHalfFirst,
     Separate,
     Shifted,
     Stacked,
@@ -97,6 +98,7 @@ def templates(row: Row, spelled: tuple[Separate, ...], rank: Rank) -> Iterator[T
                     native = _rearranged(native, pairs=rank.sizes["head_dim"])
                 native = _rearranged(native, halves=True) if isinstance(spelling, Halves) else native
                 native = _rope_last(native, spelling, rank) if isinstance(spelling, RopeLast) else native
+                native = _second_half_first(native) if isinstance(spelling, SecondHalfFirst) else native
                 native = native._replace(shift=spelling.by) if isinstance(spelling, Shifted) else native
                 yield Template(native, row.of_experts)
 
@@ -133,6 +135,14 @@ def _rearranged(native: NativeTensor, *, pairs: int = 0, halves: bool = False) -
         for name, regions in native.parts.items()
     }
     return native._replace(parts=parts)
+
+
+def _second_half_first(native: NativeTensor) -> NativeTensor:
+    """The same columns, those of the second half before those of the first."""
+    ((name, (whole,)),) = native.parts.items()
+    box, half = whole.box, whole.box.cols // 2
+    first, second = box._replace(col1=box.col0 + half), box._replace(col0=box.col0 + half)
+    return native._replace(parts={name: (Region(first, whole.row, half), Region(second, whole.row, 0))})
 
 
 def _rope_last(native: NativeTensor, spelling: RopeLast, rank: Rank) -> NativeTensor:

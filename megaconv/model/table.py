@@ -96,6 +96,11 @@ class RopeLast(Separate):
 
 
 @dataclass(frozen=True)
+class SecondHalfFirst(Separate):
+    """A matrix whose two halves of columns this naming scheme has the other way round."""
+
+
+@dataclass(frozen=True)
 class OtherAxis(Separate):
     """A tensor that this naming scheme's tensor parallelism shards along another axis than the row says."""
 

@@ -18,7 +18,7 @@ from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.naming import CORE, Naming
+from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
@@ -80,22 +80,25 @@ def places(
 ) -> dict[str, Place]:
     """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters.
 
-    local: with the key that local layers have for the norm before experts.
+    local: with the keys that local layers have for norms.
     """
     padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows, single = family(config.family).rows, replace(layout, tp=1, etp=1, ep=1)
+    # Local layers of latent attention have keys of their own names; all others Transformer Engine's, but for one.
+    latent = config.latent.kv_rank > 0
+    keys = CORE_LOCAL if local and latent else CORE
     named, keyed = (
         list(native_tensors(rows, padded, spelled, layout, tp_rank, chunk, vocab_rows, ep_rank))
-        for spelled in (naming, CORE)
+        for spelled in (naming, keys)
     )
-    whole = {native.name: native for native in native_tensors(rows, padded, CORE, single, 0, chunk, vocab_rows)}
+    whole = {native.name: native for native in native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)}
     first = ep_rank * (config.experts.count // layout.ep)
     layers = config.layer_count if stacks_layers(config) else None
     found = {}
     for native, other in zip(named, keyed, strict=True):
         expert = _EXPERT.fullmatch(other.name)
         entire = whole[_numbered(other.name, first)]
-        key, stacked = _key(other.name.replace(*_LOCAL) if local else other.name, chunk, layers)
+        key, stacked = _key(other.name.replace(*_LOCAL) if local and not latent else other.name, chunk, layers)
         if expert is not None:
             stacked = (*stacked, (first + int(expert[2]), config.experts.count))
         runs = tuple(_runs(native, entire))
@@ -114,7 +117,7 @@ def _key(name: str, chunk: Chunk, layers: int | None) -> tuple[str, tuple[tuple[
     """(without the number of an expert; the layer's, of how many). layers: None where they aren't stacked, but named."""
     match = _LAYER.fullmatch(name)
     if match is None:
-        return name, ()
+        return _EXPERT.sub(r"\1.experts\3", name), ()
     layer, inner = chunk.first_layer + int(match[2]), _EXPERT.sub(r"\1.experts\3", match[3])
     return (match[1] + inner, ((layer, layers),)) if layers else (f"{match[1]}.{layer}{inner}", ())
 

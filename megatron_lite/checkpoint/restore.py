@@ -52,10 +52,12 @@ class Start:
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     """None to start from random weights. Reads metadata only. Raises CheckpointError."""
     saving = settings.checkpointing
-    weights_alone = finetune or saving.finetune
+    weights_alone = finetune or saving.finetune or settings.lora.wanted
     saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
-    if saved is not None and saving.resume:
+    if saved is not None and saving.resume and not settings.lora.wanted:
         return _open(str(saved), settings, continued=True)
+    if settings.lora.wanted:
+        _check_base(settings, saved)
     if saving.load is None:
         if saved is not None:
             raise UsageError(
@@ -73,6 +75,17 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
         if not weights_alone and saved is None and not (Path(saving.load) / CONFIG_NAME).is_file():
             return None  # as Megatron-LM's scripts expect of the first of several jobs
     return _open(saving.load, settings, continued=not weights_alone)
+
+
+def _check_base(settings: Settings, saved: Path | None) -> None:
+    """Of a run that trains adapters. Raises UsageError."""
+    saving = settings.checkpointing
+    if saving.load is None:
+        raise UsageError("--lora-rank needs --load: the model that adapters are trained beside, also with --resume")
+    if saved is not None and not saving.resume:
+        raise UsageError(
+            f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
+        )
 
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
@@ -109,14 +122,14 @@ def load(engine: Engine, start: Start) -> None:
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
             if slot == "master" and not any(tensors.values()):
                 continue  # an fp32 run's weights are its masters
-            flat.copy_(_read_range(native, slot, tensors, owned.start, owned.end))
+            flat.copy_(read_range(native, slot, tensors, owned.start, owned.end))
     engine.optimizer.weights_from_masters()
     if start.progress.engine is not None:
         fresh, found = engine.state(), start.progress.engine
         engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
 
 
-def _read_range(
+def read_range(
     native: NativeTensor, slot: str, tensors: Mapping[str, LazyTensor | None], start: int, end: int
 ) -> Tensor:
     """float32 [end - start]: elements of a rank's flattened tensor. Padding of the vocabulary is zero."""

@@ -42,7 +42,7 @@ class Saver:
 
     root: Path
     format: str
-    """`torch_dist` or `torch`."""
+    """`torch_dist`, `torch`, or `adapter`."""
     rank: int
     group: dist.ProcessGroup | None
     """Of all ranks, on gloo, used here alone; None in a single process."""
@@ -103,6 +103,9 @@ class Saver:
         self._barrier()
         if self.format == "torch_dist":
             write_blocks(staging, snapshot.shards, snapshot.objects or {}, self.group)
+        elif snapshot.files is not None:
+            for file_name, content in snapshot.files.items():
+                write_file(staging / file_name, content)
         elif snapshot.rank_file is not None:
             name, state = snapshot.rank_file
             (staging / name).parent.mkdir()

@@ -47,6 +47,8 @@ class Snapshot:
     objects: Mapping[str, bytes] | None = None
     rank_file: tuple[str, Mapping[str, Any]] | None = None
     """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+    files: Mapping[str, bytes] | None = None
+    """Of a run that trains adapters, by name; on rank 0."""
 
     def copied(self) -> "Snapshot":
         """With tensors that training won't change, in main memory."""
@@ -79,7 +81,7 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     """Of `torch_dist`. impl: whose modules are listed, transformer_engine or local."""
     engine.finish()
     found = tuple(_dist_shards(engine, chunk_places(engine, local=impl == "local"), with_optimizer))
-    objects = {} if engine.grid.tp_rank or engine.grid.dp_rank else dict(_extra_states(engine, impl))
+    objects = {} if engine.grid.tp_rank or engine.grid.rank_along("replicas") else dict(_extra_states(engine, impl))
     common = {**common, **_dist_form(engine, common["optimizer"])} if with_optimizer else common
     if not stacks_layers(engine.config):
         common = {**common, "content_metadata": {**common.get("content_metadata", {}), "non_homogeneous_layers": True}}
@@ -146,26 +148,46 @@ def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     config, content = engine.config, empty_object()
-    stacked = stacks_layers(config)
+    stacked, count = stacks_layers(config), config.layer_count
     for chunk in engine.grid.chunks():
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            number, place = ("", f"{layer}_{config.layer_count}") if stacked else (f"{layer}.", "0_1")
-            for module in _modules_with_states(config, layer, impl):
-                yield f"decoder.layers.{number}{module}._extra_state/shard_{place}", content
-            for expert in range(config.experts.count if config.has("moe", layer) else 0):
-                at, of = (f"{layer}.", f"{config.layer_count}.") if stacked else ("", "")
-                for module in ("linear_fc1", "linear_fc2"):
-                    key = f"decoder.layers.{number}mlp.experts.experts.{module}._extra_state"
-                    yield f"{key}/shard_{at}{expert}_{of}{config.experts.count}", content
+            at = ("decoder.layers.", layer, count) if stacked else (f"decoder.layers.{layer}.", 0, 1)
+            for key in _states_of_layer(config, layer, impl, *at):
+                yield key, content
+        for depth in range(config.mtp_layers if chunk.is_last else 0):
+            prefix = f"mtp.layers.{depth}."
+            yield f"{prefix}eh_proj._extra_state/shard_0_1", content
+            for key in _states_of_layer(config, count - 1, impl, f"{prefix}transformer_layer.", 0, 1):
+                yield key, content
+
+
+def _states_of_layer(
+    config: ModelConfig, layer: int, impl: str, prefix: str, number: int, stacked: int
+) -> Iterator[str]:
+    """number: of the layer among those that are stacked under this prefix."""
+    for module in _modules_with_states(config, layer, impl):
+        yield f"{prefix}{module}._extra_state/shard_{number}_{stacked}"
+    at, of = (f"{number}.", f"{stacked}.") if stacked > 1 else ("", "")
+    for expert in range(config.experts.count if config.has("moe", layer) else 0):
+        for module in ("linear_fc1", "linear_fc2"):
+            key = f"{prefix}mlp.experts.experts.{module}._extra_state"
+            yield f"{key}/shard_{at}{expert}_{of}{config.experts.count}"
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    found = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    found = [f"self_attention.{name}" for name in ("linear_proj", *_projections(config))]
     if config.has("dense", layer):
         found += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif config.experts.shared_ffn:
         found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
+
+
+def _projections(config: ModelConfig) -> tuple[str, ...]:
+    if not config.latent.kv_rank:
+        return ("linear_qkv",)
+    of_queries = ("linear_q_down_proj", "linear_q_up_proj") if config.latent.q_rank else ("linear_q_proj",)
+    return (*of_queries, "linear_kv_down_proj", "linear_kv_up_proj")
 
 
 def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
@@ -187,7 +209,7 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
         listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
         state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
     mixture = engine.config.experts.count > 0
-    if grid.rank_along("edp" if mixture else "dp"):
+    if grid.rank_along("edp" if mixture else "replicas"):
         return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}

@@ -61,6 +61,8 @@ class _Row:
 class RunningBatch:
     model: LanguageModel
     prompt_tokens: int = PROMPT_TOKENS
+    paused: bool = False
+    """Whether those that wait for a slot go on waiting."""
     _waiting: deque[_Row] = field(default_factory=deque)
     _reading: list[_Row] = field(default_factory=list)
     _going: list[_Row] = field(default_factory=list)
@@ -96,7 +98,7 @@ class RunningBatch:
 
     def turn(self) -> list[Step]:
         """What came of one turn; nothing where only a part of a prompt was read, or there is nothing to do."""
-        while self._waiting and self._free:
+        while self._waiting and self._free and not self.paused:
             row = self._waiting.popleft()
             row.slot = self._free.pop()
             self._reading.append(row)

@@ -23,6 +23,8 @@ class Words:
 
     eod: int
     colon: int | None = None
+    after_colon: int | None = None
+    """The tokenizer's newline, which can be prevented behind a colon."""
     newline: int = 198
     double_newline: int = 628
 
@@ -79,8 +81,8 @@ def generate(
         logits = model.extend(
             [Feed(row, start, tuple(tokens[row, start:place].tolist())) for row in range(len(tokens))]
         )
-        if settings.prevent_newline_after_colon and words.colon is not None:
-            logits[tokens[:, place - 1] == words.colon, words.newline] = NEVER
+        if settings.prevent_newline_after_colon:
+            logits[tokens[:, place - 1] == words.colon, words.after_colon] = NEVER
         chosen = _sample(logits, settings, top_p, generator)
         if top_p > 0 and settings.top_p_decay > 0:
             top_p = max(top_p * settings.top_p_decay, settings.top_p_bound)

@@ -17,6 +17,7 @@ from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import LONGEST_UNASKED, Sizes
 
 LEARNING_RATE = 1e-5
+LORA_LEARNING_RATE = 2e-4
 LOG_INTERVAL = 10
 SEQUENCE_MULTIPLE = 64
 """Of lengths that are chosen here, so that tensor ranks can share a sequence."""
@@ -83,7 +84,10 @@ def with_defaults(
             "the checkpoint's precision (--fp32 takes more)",
         )
     if finetune and settings.optimizer.lr is None:
-        choose("optimizer", "lr", LEARNING_RATE, "a usual learning rate to train all weights with")
+        if settings.lora.wanted:
+            choose("optimizer", "lr", LORA_LEARNING_RATE, "a usual learning rate for adapters")
+        else:
+            choose("optimizer", "lr", LEARNING_RATE, "a usual learning rate to train all weights with")
     if finetune and "log_interval" not in settings.given:
         choose("logging", "log_interval", LOG_INTERVAL, "steps between log lines")
     if data is not None and settings.training.seq_length is None and data.train.longest:

@@ -22,14 +22,17 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "B200": 2250.0, "A10
 """Dense bf16 operations per second, by a word of the device's name (NVIDIA's data sheets)."""
 
 
-def flops_per_token(config: ModelConfig, seq: int) -> float:
-    """Forward and backward."""
+def flops_per_token(config: ModelConfig, seq: int, *, frozen: bool = False) -> float:
+    """Forward and backward. frozen: weights have no gradients (4 N for 6 N); adapters beside them aren't counted."""
     looked_up = {"positions.weight"} if config.tie_embeddings else {"positions.weight", "embed.weight"}
     weights, used = 0.0, config.experts.per_token / max(config.experts.count, 1)
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
         if len(shape) == 2 and name not in looked_up:
-            weights += shape[0] * shape[1] * (used if ".mlp.experts." in name else 1.0)
-    return 6.0 * weights + 12.0 * config.layer_count * config.attention.heads * config.attention.head_dim * seq
+            times = used if ".mlp.experts." in name else 1.0 + config.mtp_layers if name == "head.weight" else 1.0
+            weights += shape[0] * shape[1] * times
+    layers = config.layer_count + config.mtp_layers
+    attention = 12.0 * layers * config.attention.heads * config.attention.head_dim * seq
+    return (4.0 if frozen else 6.0) * weights + attention
 
 
 @dataclass

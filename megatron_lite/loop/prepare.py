@@ -1,6 +1,8 @@
 """Puts a run together: checkpoint or fresh weights, model, data, schedules; everything that is refused is refused here."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.adapter_runs import AdapterStart, find_adapters, start_adapters
 from megatron_lite.checkpoint.restore import Start, find_start, load
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.sidecars import sidecars
@@ -39,7 +42,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     config, dropouts = _model(settings, start, tokenizer)
     examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
-    options = model_options(settings, dropouts)
+    adapters = all_or_none(lambda: find_adapters(settings, config))
+    options = replace(model_options(settings, dropouts), lora=adapters.options if adapters is not None else None)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     settings, packed = finetuning.with_epochs(settings, sizes, examples, place.say)
@@ -47,19 +51,23 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
     progress = start.progress if start is not None else Progress()
+    progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
     datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
-    grid = make_grid(sizes.layout, sizes.dp, place.device, experts=config.experts.count > 0)
+    grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     else:
         load(engine, start)
+    if adapters is not None:
+        start_adapters(engine, adapters, settings.training.seed)
     peak = settings.logging.peak_tflops or peak_tflops(
         torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     )
-    meter = Meter(flops_per_token(config, sizes.seq), place.world, peak, total_samples(settings, sizes, progress))
+    flops = flops_per_token(config, sizes.seq, frozen=adapters is not None)
+    meter = Meter(flops, place.world, peak, total_samples(settings, sizes, progress))
     saver = _saver(settings, place, config, tokenizer, start)
     run = Run(
         settings, config, sizes, dropouts, place, engine, datasets, tokenizer.vocab_size, rate, decay, meter, saver, sinks, Stop(),
@@ -67,6 +75,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     )  # fmt: skip
     run.saved = run.progress.iteration or None
     _introduce(run, start)
+    if adapters is not None:
+        _introduce_adapters(run, adapters)
     _mention(run, start, tokenizer)
     if packed is not None:
         finetuning.introduce(settings, sizes, packed, datasets[0], tokenizer, run.say)
@@ -109,6 +119,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
+        context=settings.parallel.cp_comm_type[0], mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         balance=_balancing(settings.balance), vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
 
@@ -117,7 +128,10 @@ def _balancing(balance: Balance) -> Balancing:
     named = zip(balance.moe_router_load_balancing_type, balance.moe_aux_loss_coeff, strict=True)
     losses = tuple((name, coefficient) for name, coefficient in named if name != "none" and coefficient)
     dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
-    return Balancing(losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, dtype)
+    return Balancing(
+        losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, balance.moe_expert_capacity_factor,
+        balance.moe_token_drop_policy, dtype,
+    )  # fmt: skip
 
 
 def _muon(optimizer: Optimizer) -> MuonOptions:
@@ -147,6 +161,12 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
 def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> None:
     """Raises LayoutError for a checkpoint that couldn't be written, before there is anything to lose."""
     saving, files = settings.checkpointing, layout.etp * layout.ep
+    local = saving.ckpt_format == "torch" and saving.transformer_impl == "local"
+    if saving.save is not None and local and config.latent.kv_rank and layout.tp > 1:
+        raise LayoutError(
+            f"local layers of latent attention shard over tp = {layout.tp} what each rank has all of here, so that their rank files can't "
+            "be written; leave --transformer-impl out, or take torch_dist"
+        )
     if saving.save is not None and saving.ckpt_format == "torch" and config.experts.count and files < layout.tp:
         raise LayoutError(
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "
@@ -183,7 +203,7 @@ def _saver(
         return None
     beside = sidecars(settings.data, tokenizer, config, None if start is None else start.files)
     return Saver(
-        Path(saving.save), saving.ckpt_format, place.rank, place.save_group, beside,
+        Path(saving.save), "adapter" if settings.lora.wanted else saving.ckpt_format, place.rank, place.save_group, beside,
         saving.keep_last, saving.async_save,
     )  # fmt: skip
 
@@ -193,9 +213,10 @@ def _introduce(run: Run, start: Start | None) -> None:
     parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
     assert run.engine.optimizer is not None
     model = f"{run.config.family}, {run.config.layer_count} layers of {run.config.hidden}, {run.engine.options.dtype}"
-    per_parameter = f"{run.engine.optimizer.bytes_per_parameter():.2f} bytes each with gradients and optimizer"
-    run.say(f"{run.place}; {sizes.layout}, DP {sizes.dp}")
-    run.say(f"{model}; {parameters:,} parameters on this rank, {per_parameter}")
+    context = f", CP {sizes.cp}" if sizes.cp > 1 else ""
+    run.say(f"{run.place}; {sizes.layout}{context}, DP {sizes.dp}")
+    frozen = run.engine.options.lora is not None
+    run.say(f"{model}; {parameters:,} parameters on this rank, {'frozen' if frozen else _bytes_each(run)}")
     if start is not None:
         optimizer = "with" if start.with_optimizer else "without"
         run.say(f"weights of {start.path} ({start.header.source}), {optimizer} optimizer state")
@@ -204,6 +225,25 @@ def _introduce(run: Run, start: Start | None) -> None:
     for dataset, what in zip(run.datasets[1:], ("validation", "test"), strict=True):
         if dataset is None and run.settings.training.eval_iters:
             run.say(f"no data for {what}: none will be made")
+
+
+def _bytes_each(run: Run) -> str:
+    assert run.engine.optimizer is not None
+    return f"{run.engine.optimizer.bytes_per_parameter():.2f} bytes each with gradients and optimizer"
+
+
+def _introduce_adapters(run: Run, start: AdapterStart) -> None:
+    options, load = start.options, run.settings.checkpointing.load
+    trained = sum(prod(info.native.shape) for infos in run.engine.adapters for info in infos)
+    of_what = f"from {start.place}" if start.place is not None else "fresh"
+    dropout = f", dropout {options.dropout:g}" if options.dropout else ""
+    kind = "rsLoRA" if options.rslora else "LoRA"
+    run.say(
+        f"{kind} of rank {options.rank}, alpha {options.alpha:g}{dropout} on {' '.join(options.targets)}, {of_what}: "
+        f"{trained:,} parameters on this rank, {_bytes_each(run)}"
+    )
+    if start.base is not None and start.base != load:
+        run.say(f"warning: the adapter was trained beside {start.base}; --load is {load}")
 
 
 def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:

@@ -26,5 +26,8 @@ def _where(settings: Settings, place: Place | None) -> str:
     if place is None or place.world == 1:
         return f"rank {launch.rank()}"
     tp, pp = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
-    dp = max(1, place.world // (tp * pp))
-    return f"rank {place.rank} (tp {place.rank % tp} pp {place.rank // (tp * dp)} dp {place.rank // tp % dp})"
+    cp = settings.parallel.context_parallel_size
+    dp = max(1, place.world // (tp * cp * pp))
+    context = f" cp {place.rank // tp % cp}" if cp > 1 else ""
+    at = f"tp {place.rank % tp} pp {place.rank // (tp * cp * dp)} dp {place.rank // (tp * cp) % dp}"
+    return f"rank {place.rank} ({at}{context})"

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.checkpoint.snapshot import dist_snapshot, rank_snapshot
+from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot, rank_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.data.batches import GlobalBatches, prefetch
 from megatron_lite.data.samples import Dataset
@@ -192,7 +193,7 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
     run.interval.clear()
     run.say(line(figures, run.settings.training.train_iters))
     for sink in run.sinks:
-        sink.write(run.progress.iteration, {name: figures[name] for name in METRICS})
+        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **report.others})
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -255,6 +256,20 @@ def save(run: Run) -> None:
         return
     begun = time.perf_counter()
     saving, progress = run.settings.checkpointing, run.progress
+    if run.engine.options.lora is not None:
+        taken = adapter_snapshot(run.engine, progress, str(saving.load), with_optimizer=not saving.no_save_optim)
+    else:
+        taken = _snapshot(run)
+    run.saver.save(taken)
+    run.saved = progress.iteration
+    ways = " (being written while training goes on)" if saving.async_save else ""
+    run.say(f"step {progress.iteration:>6} | saved to {saving.save} in {time.perf_counter() - begun:.2f} s{ways}")
+    run.meter.restart()
+
+
+def _snapshot(run: Run) -> Snapshot:
+    """Of all weights."""
+    saving, progress = run.settings.checkpointing, run.progress
     samples = progress.scheduled_samples
     rates = run.rate.at(samples), run.decay.at(samples)
     with_optimizer = not saving.no_save_optim
@@ -263,11 +278,7 @@ def save(run: Run) -> None:
         with_optimizer=with_optimizer,
     )  # fmt: skip
     take = dist_snapshot if saving.ckpt_format == "torch_dist" else rank_snapshot
-    run.saver.save(take(run.engine, common, with_optimizer=with_optimizer, impl=saving.transformer_impl))
-    run.saved = progress.iteration
-    ways = " (being written while training goes on)" if saving.async_save else ""
-    run.say(f"step {progress.iteration:>6} | saved to {saving.save} in {time.perf_counter() - begun:.2f} s{ways}")
-    run.meter.restart()
+    return take(run.engine, common, with_optimizer=with_optimizer, impl=saving.transformer_impl)
 
 
 def _finish(run: Run, why: str | None) -> None:

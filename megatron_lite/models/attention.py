@@ -1,6 +1,7 @@
 """Causal attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -11,7 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.models.across import attend_across
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 
 def attend(
@@ -32,6 +35,8 @@ def attend(
     tokens, of its own document. Where there are more keys than queries they are a cache's: key j is that of position j.
     scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
     """
+    if run.context is not None:
+        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
     if len(k) != len(q):
         return sdpa(q, k, v, seen(run.positions, len(k), window), dropout, scale, sinks)
     kernel = choose(backend, q, v) if sinks is None else "sdpa"
@@ -41,6 +46,27 @@ def attend(
     if kernel == "flash":
         return flash(q, k, v, window, dropout, scale)
     return sdpa(q, k, v, _narrow(len(q), window, q.device), dropout, scale, sinks)
+
+
+def _with_others(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: ContextGroup,
+    run: Pass,
+    window: int | None,
+    backend: str,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
+    if ranks.how != "a2a":
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks)
+        return across
+    q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
+    sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
+    here = replace(run, context=None)
+    return tokens_for_heads(attend(q, k, v, here, window=window, backend=backend, scale=scale, sinks=sinks), ranks)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:
@@ -69,6 +95,8 @@ def sdpa(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys]; None: all up to itself."""
     width = v.shape[-1]
+    if width < q.shape[-1]:  # else there is no kernel but the one that keeps all scores
+        v = F.pad(v, (0, q.shape[-1] - width))
     if sinks is not None:
         scale = scale or q.shape[-1] ** -0.5
         mask = window_mask(len(q), len(q), q.device) if mask is None else mask

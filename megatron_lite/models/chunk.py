@@ -3,7 +3,7 @@
 Activations are [sequence, batch, hidden], or with sequence parallelism this tensor rank's part of the sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from megaconv.model.layout import Chunk
 from megatron_lite.models import recompute
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
+from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel import comm
@@ -55,8 +56,10 @@ class ModelChunk(nn.Module):
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
         super().__init__()
         self.plan, self.is_first, self.is_last = plan, chunk.is_first, chunk.is_last
-        self.embedding = Embedding(plan) if chunk.is_first else None
+        predicts = chunk.is_last and plan.config.mtp_layers > 0
+        self.embedding = Embedding(plan) if chunk.is_first or predicts else None
         self.decoder = Decoder(plan, chunk)
+        self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and chunk.is_first
         self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
 
@@ -75,18 +78,39 @@ class ModelChunk(nn.Module):
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """taken: what the stage before gave. On the last stage (activations behind the final norm,)."""
-        if self.embedding is not None:
+        if self.is_first:
+            assert self.embedding is not None
             taken = (self.embedding(run),)
         (x,) = taken
         return (self.decoder(x, run),)
 
     def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, "Counted"]]:
-        """(what to go backward from, the losses by the names that Plan.losses lists). On the last stage, of what forward gave."""
+        """(what to go backward from, the losses by the names that Plan.losses lists). On the last stage, of what forward gave.
+
+        Those of further tokens are left out where nothing goes backward.
+        """
         assert self.output_layer is not None
         weights = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
         (hidden,) = given
         total, losses = self.output_layer(hidden, self._shared(), run.labels, weights * run.share)
-        return total, {"loss": Counted(losses, weights)}
+        found = {"loss": Counted(losses, weights)}
+        if self.mtp is not None and torch.is_grad_enabled():
+            names, part = self.plan.losses[1:], run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers)
+            predictions = self.mtp(hidden, run, weights, self._embed(run))
+            for name, (ahead, labels, counting) in zip(names, predictions, strict=True):
+                # As in Megatron the mean over a microbatch's labels that are left, which counts like the mean over all of them.
+                each = part * weights.sum() / counting.sum().clamp(min=1)
+                more, losses = self.output_layer(ahead, self._shared(), labels, counting * each)
+                total, found[name] = total + more, Counted(losses, counting)
+        return total, found
+
+    def _embed(self, run: Pass) -> Callable[[Tensor], Tensor]:
+        def embed(tokens: Tensor) -> Tensor:
+            assert self.embedding is not None
+            embedded: Tensor = self.embedding(run, tokens)
+            return embedded
+
+        return embed
 
     def logits(self, given: Payload) -> Tensor:
         """float32 [batch, sequence, vocabulary], the same on every tensor rank; on the last stage, without a gradient."""
@@ -102,4 +126,4 @@ class ModelChunk(nn.Module):
         return whole[: self.plan.config.vocab].permute(1, 2, 0)
 
     def _shared(self) -> Tensor | None:
-        return None if self.embedding is None else self.embedding.word_embeddings.weight
+        return self.embedding.word_embeddings.weight if self.embedding is not None and self.is_first else None

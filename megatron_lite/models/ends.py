@@ -30,8 +30,9 @@ class Embedding(nn.Module):
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
 
-    def forward(self, run: Pass) -> Tensor:
-        x: Tensor = self.word_embeddings(run.tokens.t())
+    def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
+        """tokens [batch, sequence]: in place of the pass' own."""
+        x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
         if run.seed is None or not self.dropout:

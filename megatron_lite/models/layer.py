@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
+from megatron_lite.models.latent_attention import LatentAttention
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.moe.experts import Mixture
 from megatron_lite.models.passes import Pass
@@ -10,24 +11,27 @@ from megatron_lite.models.plan import Plan
 from megatron_lite.models.self_attention import SelfAttention
 from megatron_lite.parallel.tensor import Norm
 
-MIXERS = {"attention": SelfAttention}
+MIXERS = {"attention": SelfAttention, "latent attention": LatentAttention}
 """What a layer may have to mix tokens, by the words of megaconv.model.config.LayerKind."""
 
 
 class Layer(nn.Module):
-    """A dense MLP has its norm in itself; experts all take what one norm makes."""
+    """A dense MLP and plain attention have their norms in themselves; experts all take what one norm makes, latent attention likewise."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
-        kind, norm = plan.config.layers[layer], plan.config.norm
-        self.self_attention = MIXERS[kind.mixer](plan, layer)
+        kind, norm = plan.kind(layer), plan.config.norm
+        latent = plan.config.latent.kv_rank > 0
+        self.input_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if latent else None
+        self.self_attention = MIXERS[("latent " if latent else "") + kind.mixer](plan, layer)
         mixture = kind.mlp == "experts"
         self.pre_mlp_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if mixture else None
         self.mlp = Mixture(plan, layer) if mixture else MLP(plan)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        x = x + self._drop(self.self_attention(x, run), run, rng.AFTER_ATTENTION)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self._drop(self.self_attention(normed, run), run, rng.AFTER_ATTENTION)
         made = self.mlp(x) if self.pre_mlp_layernorm is None else self.mlp(self.pre_mlp_layernorm(x), run)
         return x + self._drop(made, run, rng.AFTER_MLP)
 

@@ -46,7 +46,8 @@ class _HeadLoss(torch.autograd.Function):
         losses = x.new_empty(len(x), dtype=torch.float32)
         if backward_follows:
             dx = torch.empty_like(x)
-            dw = torch.zeros_like(weight, dtype=weight.dtype if len(x) <= rows else torch.float32)
+            trained = ctx.needs_input_grad[1]
+            dw = torch.zeros_like(weight, dtype=weight.dtype if len(x) <= rows else torch.float32) if trained else None
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             logits = (x[part] @ used.t()).float()
@@ -58,6 +59,8 @@ class _HeadLoss(torch.autograd.Function):
                     grad.scatter_add_(1, index.unsqueeze(1), -(held * weights[part]).unsqueeze(1))
                 grad = grad.to(weight.dtype)
                 torch.mm(grad, used, out=dx[part])
+                if dw is None:
+                    continue
                 if dw.dtype == grad.dtype:
                     dw[:own].addmm_(grad.t(), x[part])
                 else:
@@ -67,14 +70,14 @@ class _HeadLoss(torch.autograd.Function):
             dx = dx.view_as(whole)
             if ranks.group:
                 dx = _summed(dx, ranks)
-            ctx.save_for_backward(dx, dw.to(weight.dtype))
+            ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return total, losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, dw = ctx.saved_tensors
-        return dx.mul_(grad), dw.mul_(grad), None, None, None, None, None, None
+        return dx.mul_(grad), None if dw is None else dw.mul_(grad), None, None, None, None, None, None
 
 
 def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:

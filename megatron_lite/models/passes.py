@@ -47,7 +47,7 @@ class Pass:
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin of these positions, [sequence, batch or 1, 1, rotated / 2]; None where nothing rotates."""
     packed: Packed | None = None
-    """None: each row is one document."""
+    """Of whole rows; None: each is one document."""
     context: ContextGroup | None = None
     """The ranks that have the other parts of each row; None: this one has all of it."""
     share: float = 0.0
@@ -63,9 +63,11 @@ class Pass:
 class Passes:
     """Makes them, with whatever depends on nothing but the length of a sequence made once."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises NotExpressible for positions that there is no code for."""
-        self._device = device
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, context: ContextGroup | None = None
+    ) -> None:
+        """context: the ranks that share each sequence. Raises NotExpressible for positions that there is no code for."""
+        self._device, self._context = device, context
         self._rotary = Rotary(config, device, dtype) if config.positions.kind == "rope" else None
         self._whole: dict[int, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
 
@@ -78,14 +80,17 @@ class Passes:
         balance: Balance | None = None,
         cache: Cache | None = None,
     ) -> Pass:
-        """share, seed, balance, cache: see Pass."""
+        """batch: with whole sequences. share, seed, balance, cache: see Pass."""
         positions, tables = self._places(batch)
-        weights = None if batch.loss_mask is None else batch.loss_mask.float()
+        weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         return Pass(
-            batch.tokens, batch.labels, weights, positions, tables, packed,
-            share=share, seed=seed, balance=balance, cache=cache,
+            self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
+            share, seed, balance, cache,
         )  # fmt: skip
+
+    def _own(self, x: Tensor, axis: int = 1) -> Tensor:
+        return x if self._context is None else self._context.own_part(x, axis)
 
     def _places(self, batch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         if batch.positions is not None:
@@ -96,4 +101,5 @@ class Passes:
         return self._whole[length]
 
     def _at(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        return positions, None if self._rotary is None else self._rotary.tables(positions)
+        own = self._own(positions, 0)
+        return own, None if self._rotary is None else self._rotary.tables(own)

@@ -8,6 +8,7 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
+from megaconv.model.subjects import LayerKind
 from megatron_lite.models import recompute
 from megatron_lite.parallel.tensor import Keep, TensorGroup
 from megatron_lite.settings.options import ModelOptions
@@ -30,7 +31,11 @@ class Plan:
     @property
     def losses(self) -> tuple[str, ...]:
         """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
-        return ("loss",)
+        return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(self.config.mtp_layers)))
+
+    def kind(self, layer: int) -> LayerKind:
+        """Of a layer; those that predict further tokens are counted behind all others, and are like the last of these."""
+        return self.config.layers[min(layer, self.config.layer_count - 1)]
 
     @property
     def norm_bias(self) -> bool:
@@ -42,12 +47,13 @@ class Plan:
 
 
 TRAINED = (
-    "arcee", "dots1", "glm4_moe", "gpt2", "gpt_oss", "hy_v3", "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
+    "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
 NOT_COMPUTED = {
-    "interleaved": "rotary positions of neighbouring elements",
+    "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
@@ -75,8 +81,8 @@ def make_plan(
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
-    if config.mtp_layers:
-        raise NotExpressible("the model has layers that predict further tokens, which can't be trained yet")
+    if config.mtp_layers and config.tie_embeddings:
+        raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(layout, ranks, options)

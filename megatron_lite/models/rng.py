@@ -10,10 +10,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.tensor import TensorGroup
 
 ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING = range(4)
 """Places in a layer."""
+LORA = 1 << 16
+"""From here on those of adapters."""
 
 _MASK = (1 << 64) - 1
 
@@ -32,19 +35,22 @@ def mix(*numbers: int) -> int:
 class Seed:
     """Of one pass of one microbatch. Mutable on purpose: torch.compile doesn't guard what it never reads."""
 
-    def __init__(self, *numbers: int) -> None:
-        self.value = mix(*numbers)
+    def __init__(self, *numbers: int, context: ContextGroup | None = None) -> None:
+        """context: the ranks that share each sequence."""
+        self.value, self._context = mix(*numbers), context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def drop(self, x: Tensor, probability: float, layer: int, place: int, ranks: TensorGroup) -> Tensor:
-        """x [sequence (/ tp), batch, width] with some elements 0 and the others scaled up.
+        """x [sequence (/ cp, / tp), batch, width] with some elements 0 and the others scaled up.
 
-        Drawn for the whole sequence on every rank, so that tensor ranks agree on it whether they share it or not.
+        Drawn for the whole sequence on every rank, so that ranks agree on it whether they share it or not.
         """
         generator = torch.Generator(x.device).manual_seed(mix(self.value, layer, place))
-        length = x.shape[0] * (ranks.size if ranks.sequence else 1)
+        context = self._context
+        length = x.shape[0] * (ranks.size if ranks.sequence else 1) * (context.size if context is not None else 1)
         kept = x.new_empty(length, *x.shape[1:]).bernoulli_(1 - probability, generator=generator)
-        return x * (ranks.own_part(kept) / (1 - probability))
+        own = kept if context is None else context.own_part(kept, 0)
+        return x * (ranks.own_part(own) / (1 - probability))
 
     @contextmanager
     def for_attention(self, layer: int, ranks: TensorGroup, device: torch.device) -> Iterator[None]:

@@ -17,7 +17,7 @@ def frequencies(config: ModelConfig) -> Tensor:
     Sources: of the llama3 rule Llama 3.1's reference implementation, of yarn arXiv 2309.00071. Raises NotExpressible for
     scaling of another kind.
     """
-    rotated = int(config.attention.head_dim * config.positions.rotary_percent)
+    rotated = config.latent.rope_dim or int(config.attention.head_dim * config.positions.rotary_percent)
     plain: Tensor = 1.0 / config.positions.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     scaling = config.positions.scaling
     if scaling is None:
@@ -63,11 +63,13 @@ def magnitude(config: ModelConfig) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
-    def scale(strength: float) -> float:
-        return 0.1 * strength * math.log(max(float(scaling["factor"]), 1.0)) + 1.0
+    factor, both = scaling["factor"], (scaling.get("mscale"), scaling.get("mscale_all_dim"))
+    return sharper(factor, both[0]) / sharper(factor, both[1]) if both[0] and both[1] else sharper(factor, 1.0)
 
-    both = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return scale(both[0]) / scale(both[1]) if both[0] and both[1] else scale(1.0)
+
+def sharper(factor: float, strength: float) -> float:
+    """yarn's correction of a context that is `factor` times as long."""
+    return 0.1 * float(strength) * math.log(max(float(factor), 1.0)) + 1.0
 
 
 class Rotary:
@@ -80,6 +82,11 @@ class Rotary:
         """cos, sin [sequence, batch or 1, 1, rotated / 2] of positions, int64 [sequence, batch or 1]."""
         angles = positions.float()[..., None, None] * self._frequencies
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
+
+
+def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
+    """Of the first elements of each head, whose neighbours rotate together, those at even places first: as rotate wants pairs."""
+    return torch.cat((x[..., :rotated:2], x[..., 1:rotated:2], x[..., rotated:]), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from megatron_lite.models.attention import attend
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
-from megatron_lite.models.rotary import rotate
+from megatron_lite.models.rotary import neighbours_apart, rotate
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear, TensorGroup
+from megatron_lite.settings.options import ModelOptions
 
 
 class Sinks(nn.Module):
@@ -30,7 +31,8 @@ class SelfAttention(nn.Module):
         config, sizes = plan.config, plan.sizes
         self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
         self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
-        self.window, self.rotates = config.layers[layer].window, config.layers[layer].rotates
+        self.window, self.rotates = plan.kind(layer).window, plan.kind(layer).rotates
+        self.interleaved = config.positions.interleaved
         self.linear_qkv = NormColumnLinear(
             config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,
             norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
@@ -51,16 +53,33 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if run.rotary is not None and self.rotates:
+            if self.interleaved:  # q and k alike, so that their products stay what they are
+                q, k = (neighbours_apart(x, 2 * run.rotary[0].shape[-1]) for x in (q, k))
             q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v, run.positions)
-        projected: Tensor = self.linear_proj(self._attend(q, k, v, run).flatten(2))
+        sinks = None if self.core_attention is None else self.core_attention.softmax_offset
+        mixed = attended(q, k, v, run, self.layer, self.ranks, self.options, window=self.window, sinks=sinks)
+        projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
-        sinks = None if self.core_attention is None else self.core_attention.softmax_offset
-        how: Any = {"window": self.window, "backend": self.options.attention, "sinks": sinks}
-        if run.seed is None or not self.options.attention_dropout:
-            return attend(q, k, v, run, **how)
-        with run.seed.for_attention(self.layer, self.ranks, q.device):
-            return attend(q, k, v, run, dropout=self.options.attention_dropout, **how)
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Pass,
+    layer: int,
+    ranks: TensorGroup,
+    options: ModelOptions,
+    *,
+    window: int | None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What attend gives, with dropout where there is any."""
+    how: Any = {"window": window, "backend": options.attention, "scale": scale, "sinks": sinks}
+    if run.seed is None or not options.attention_dropout:
+        return attend(q, k, v, run, **how)
+    with run.seed.for_attention(layer, ranks, q.device):
+        return attend(q, k, v, run, dropout=options.attention_dropout, **how)

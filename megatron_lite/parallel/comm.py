@@ -3,7 +3,7 @@
 All sums are in the dtype of the tensor. A failed collective raises and leaves its group unusable: nobody catches it here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,24 @@ def receive(tensor: Tensor, rank: int, group: Group, tag: int) -> Work:
     return work
 
 
+def shift(tensor: Tensor, group: ProcessGroup, *, tag: int = 0) -> Callable[[], Tensor]:
+    """Start to send it to the next rank of a ring; the result waits, and gives what the one before sent. Keep the tensor until then."""
+    here, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    coming = torch.empty_like(tensor)
+    operations = [
+        dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group, tag),
+        dist.P2POp(dist.irecv, coming, ranks[here - 1], group, tag),
+    ]
+    works = dist.batch_isend_irecv(operations)
+
+    def arrived() -> Tensor:
+        for work in works:
+            work.wait()
+        return coming
+
+    return arrived
+
+
 def overlapping() -> bool:
     """Whether a Function may start a collective and wait later: torch.compile can't trace that."""
     return not torch.compiler.is_compiling()
@@ -118,6 +136,31 @@ class _SumScattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return gathered(grad, ctx.group), None
+
+
+class _SharedOver(torch.autograd.Function):
+    """What is the same on all ranks, or (gather) their parts one after another; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, gather: bool) -> Tensor:
+        ctx.group, ctx.gather = group, gather
+        return gathered(x, group) if gather else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.gather:
+            return scattered(grad, ctx.group), None, None
+        grad = grad.clone()
+        all_reduce(grad, ctx.group)
+        return grad, None, None
+
+
+def shared_over(x: Tensor, group: Group, *, gather: bool) -> Tensor:
+    """The opposite of sum_over: x, the same on all ranks, or (gather) their parts one after another, for each to use in its own way."""
+    if group is None:
+        return x
+    shared: Tensor = _SharedOver.apply(x, group, gather)  # type: ignore[no-untyped-call]
+    return shared
 
 
 def sum_over(x: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:

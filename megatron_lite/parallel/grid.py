@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from megaconv.errors import LayoutError
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.mesh import dense_mesh, expert_mesh
+from megatron_lite.parallel.mesh import REPLICAS, Mesh, dense_mesh, expert_mesh
 
 
 class Channel(NamedTuple):
@@ -58,35 +58,49 @@ class Grid:
     rank: int
     device: torch.device
     groups: Mapping[str, ProcessGroup | None] = field(default_factory=dict)
-    """Of this rank, by the axis along which it reaches: `tp`, `dp`; for experts `etp`, `ep`, `edp`; `ends`: first and last stage;
-    `world`. Missing where it would be of one rank.
+    """Of this rank, by the axis along which it reaches: `tp`, `cp`; `replicas`: cp and dp as one; for experts `etp`, `ep`, `edp`;
+    `ends`: first and last stage; `world`. Missing where it would be of one rank.
     """
     channels: Mapping[Channel, ProcessGroup | None] = field(default_factory=dict)
     """The group of each kind of message between stages. On gloo one for all of them."""
+    cp: int = 1
 
     def group(self, axis: str) -> ProcessGroup | None:
         return self.groups.get(axis)
 
     @property
+    def mesh(self) -> Mesh:
+        """Of dense parameters."""
+        return dense_mesh(self.layout, self.dp, self.cp)
+
+    @property
     def world(self) -> int:
-        return dense_mesh(self.layout, self.dp).size
+        return self.mesh.size
 
     @property
     def tp_rank(self) -> int:
-        return dense_mesh(self.layout, self.dp).place(self.rank)["tp"]
+        return self.mesh.place(self.rank)["tp"]
+
+    @property
+    def cp_rank(self) -> int:
+        return self.mesh.place(self.rank)["cp"]
 
     @property
     def dp_rank(self) -> int:
-        return dense_mesh(self.layout, self.dp).place(self.rank)["dp"]
+        return self.mesh.place(self.rank)["dp"]
 
     @property
     def pp_rank(self) -> int:
-        return dense_mesh(self.layout, self.dp).place(self.rank)["pp"]
+        return self.mesh.place(self.rank)["pp"]
 
     def rank_along(self, axis: str) -> int:
         """Of this rank among those of its group."""
-        dense = dense_mesh(self.layout, self.dp)
-        return (dense if axis in dict(dense.axes) else expert_mesh(self.layout, self.dp)).place(self.rank)[axis]
+        if axis == "replicas":
+            return self.cp_rank + self.cp * self.dp_rank
+        dense = self.mesh
+        return (dense if axis in dict(dense.axes) else expert_mesh(self.layout, self.dp, self.cp)).place(self.rank)[
+            axis
+        ]
 
     def chunks(self) -> list[Chunk]:
         """This rank's virtual stages."""
@@ -94,7 +108,7 @@ class Grid:
 
     def rank_of_stage(self, pp_rank: int) -> int:
         """The global rank at this place of another stage."""
-        mesh = dense_mesh(self.layout, self.dp)
+        mesh = self.mesh
         return mesh.rank(mesh.place(self.rank) | {"pp": pp_rank})
 
     def close(self) -> None:
@@ -105,19 +119,21 @@ class Grid:
                 dist.destroy_process_group(group)
 
 
-def make_grid(layout: Layout, dp: int, device: torch.device, *, experts: bool = False) -> Grid:
+def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, experts: bool = False) -> Grid:
     """Collective over the default process group, which exists unless the world is one process.
 
-    experts: whether the model has any. Raises LayoutError where tp x dp x pp isn't the number of processes.
+    experts: whether the model has any. Raises LayoutError where tp x cp x dp x pp isn't the number of processes.
     """
     tp, pp = layout.tp, layout.pp
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if tp * dp * pp != world:
-        raise LayoutError(f"tp x dp x pp = {tp} x {dp} x {pp} = {tp * dp * pp}, but there are {world} processes")
-    dense = dense_mesh(layout, dp)
-    wanted = {axis: dense.groups(axis) for axis in ("tp", "dp")}
+    dense = dense_mesh(layout, dp, cp)
+    if dense.size != world:
+        names, sizes = ("tp x cp x dp x pp", (tp, cp, dp, pp)) if cp > 1 else ("tp x dp x pp", (tp, dp, pp))
+        product = " x ".join(map(str, sizes))
+        raise LayoutError(f"{names} = {product} = {dense.size}, but there are {world} processes")
+    wanted = {"tp": dense.groups("tp"), "cp": dense.groups("cp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
-        wanted |= {axis: expert_mesh(layout, dp).groups(axis) for axis in ("etp", "ep", "edp")}
+        wanted |= {axis: expert_mesh(layout, dp, cp).groups(axis) for axis in ("etp", "ep", "edp")}
     if world == 1:
         return Grid(layout, dp, 0, device)
     rank, columns = dist.get_rank(), dense.groups("pp")
@@ -126,7 +142,13 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, experts: bool = 
     made = _Groups(rank)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
     grid = Grid(
-        layout, dp, rank, device, {"world": dist.group.WORLD, **groups}, _make_channels(columns, layout, rank, device)
+        layout,
+        dp,
+        rank,
+        device,
+        {"world": dist.group.WORLD, **groups},
+        _make_channels(columns, layout, rank, device),
+        cp,
     )
     _warm_up(grid)
     return grid

@@ -1,6 +1,6 @@
 """Ranks counted along named axes, as pure arithmetic: whose neighbour is who along which of them.
 
-    dense parameters    rank = tp + TP * (dp + DP * pp)
+    dense parameters    rank = tp + TP * (cp + CP * (dp + DP * pp))
     experts             rank = etp + ETP * (ep + EP * (edp + EDP * pp)), the same ranks of a stage, shared out otherwise
 
 Megatron's order (megatron/core/parallel_state.py): tensor ranks are neighbours, stages are furthest apart.
@@ -48,11 +48,15 @@ class Mesh:
         return [[start + step for step in steps] for start in starts]
 
 
-def dense_mesh(layout: Layout, dp: int) -> Mesh:
-    return Mesh((("tp", layout.tp), ("dp", dp), ("pp", layout.pp)))
+REPLICAS = ("cp", "dp")
+"""Axes along which ranks have the same dense parameters, and gradients from other tokens."""
 
 
-def expert_mesh(layout: Layout, dp: int) -> Mesh:
-    here, parts = layout.tp * dp, layout.etp * layout.ep
+def dense_mesh(layout: Layout, dp: int, cp: int = 1) -> Mesh:
+    return Mesh((("tp", layout.tp), ("cp", cp), ("dp", dp), ("pp", layout.pp)))
+
+
+def expert_mesh(layout: Layout, dp: int, cp: int = 1) -> Mesh:
+    here, parts = layout.tp * cp * dp, layout.etp * layout.ep
     assert not here % parts, "sizes.py refuses what doesn't fit"
     return Mesh((("etp", layout.etp), ("ep", layout.ep), ("edp", here // parts), ("pp", layout.pp)))

@@ -27,6 +27,8 @@ class ParameterInfo:
     """An embedding of which the other end of the pipeline has a copy: its gradient is the sum of both."""
     is_copy: bool
     """The second one of those."""
+    frozen: bool = False
+    """It stays as it was loaded, beside adapters that are trained."""
 
     @property
     def name(self) -> str:
@@ -40,12 +42,12 @@ class ParameterInfo:
     @property
     def trained(self) -> bool:
         """Whether it has a gradient and an optimizer's state."""
-        return self.kind is not Kind.UNTRAINED
+        return self.kind is not Kind.UNTRAINED and not self.frozen
 
     @property
     def reduced_over(self) -> str:
-        """The grid's axis along which other ranks have the same parameter, and gradients from other sequences."""
-        return "edp" if self.kind is Kind.EXPERT else "dp"
+        """The grid's axis along which other ranks have the same parameter, and gradients from other tokens."""
+        return "edp" if self.kind is Kind.EXPERT else "replicas"
 
     @property
     def decays(self) -> bool:
@@ -62,11 +64,12 @@ def parameter_infos(
     vocab_rows: int,
     *,
     sequence: bool,
+    frozen: bool = False,
 ) -> Iterator[ParameterInfo]:
     """All parameters of a chunk, in the order in which a forward pass uses them.
 
     kinds: as the chunk's modules declare them. index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding
-    included. sequence: with sequence parallelism.
+    included. sequence: with sequence parallelism. frozen: whether none of them is trained.
     """
     ep_rank = grid.rank_along("ep") if config.experts.count else 0
     table = family(config.family).rows
@@ -81,10 +84,28 @@ def parameter_infos(
             index,
             native,
             kind,
-            partial=grid.layout.tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence)),
-            tied=config.tie_embeddings and grid.layout.pp > 1 and kind is Kind.VOCABULARY,
+            partial=is_partial(kind, grid.layout.tp, sequence=sequence),
+            tied=grid.layout.pp > 1 and kind is Kind.VOCABULARY and at_both_ends(native, config),
             is_copy=native.copy is not None,
+            frozen=frozen,
         )
+
+
+def adapter_info(chunk: int, native: NativeTensor, kind: Kind, tp: int, *, sequence: bool) -> ParameterInfo:
+    """Of a matrix that is no part of the model's table, but is trained beside one that is."""
+    return ParameterInfo(
+        chunk, native, kind, partial=is_partial(kind, tp, sequence=sequence), tied=False, is_copy=False
+    )  # fmt: skip
+
+
+def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
+    """Whether the gradient of a parameter of this kind is only its rank's share. sequence: with sequence parallelism."""
+    return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))
+
+
+def at_both_ends(native: NativeTensor, config: ModelConfig) -> bool:
+    """Whether first and last stage have a table of words: a tied one, or the embedding that predicts further tokens."""
+    return config.tie_embeddings or (config.mtp_layers > 0 and "embed.weight" in native.parts)
 
 
 def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -44,7 +44,7 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(comm.gathered(x, group) if sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         later = comm.overlapping()
         whole = x
@@ -59,8 +59,9 @@ class _ColumnLinear(torch.autograd.Function):
         else:
             part, summing = dx, comm.all_reduce(dx, ctx.group, later=later)
         rows = grad.reshape(-1, grad.shape[-1])
-        dw = rows.t() @ whole.reshape(-1, whole.shape[-1])
-        db = rows.sum(0) if ctx.has_bias else None
+        _, trained, biased, *_ = ctx.needs_input_grad
+        dw = rows.t() @ whole.reshape(-1, whole.shape[-1]) if trained else None
+        db = rows.sum(0) if ctx.has_bias and biased else None
         comm.wait(summing)
         return part, dw, db, None, None
 
@@ -79,11 +80,12 @@ class _RowLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         if ctx.sequence:
             grad = comm.gathered(grad, ctx.group)
-        dw = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        trained = ctx.needs_input_grad[1]
+        dw = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if trained else None
         return grad @ weight, dw, None, None
 
 
@@ -93,6 +95,31 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorG
         return F.linear(x, weight, bias)
     y: Tensor = _ColumnLinear.apply(x, weight, bias, ranks.group, ranks.sequence)  # type: ignore[no-untyped-call]
     return y
+
+
+class _JoinedColumns(torch.autograd.Function):
+    """What a column-sharded matrix made, as a whole; under sequence parallelism of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
+        ctx.ranks = ranks
+        assert ranks.group is not None
+        parts = comm.gathered(x.unsqueeze(0), ranks.group)
+        return ranks.own_part(parts.permute(1, 2, 0, 3).flatten(2)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ranks = ctx.ranks
+        whole = comm.gathered(grad, ranks.group) if ranks.sequence else grad
+        return whole.chunk(ranks.size, -1)[ranks.rank].contiguous(), None
+
+
+def joined_columns(x: Tensor, ranks: TensorGroup) -> Tensor:
+    """x [sequence, batch, width / tp] -> [sequence (/ tp), batch, width]."""
+    if ranks.group is None:
+        return x
+    whole: Tensor = _JoinedColumns.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup) -> Tensor:
@@ -153,6 +180,11 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dweight, None
 
 
+def adapted(y: Tensor, adapter: nn.Module | None, x: Tensor) -> Tensor:
+    """y, a matrix's product with x, and what its adapter adds."""
+    return y if adapter is None else y + adapter(x)
+
+
 class NormColumnLinear(nn.Module):
     """A norm and the column-sharded matrix behind it, named as Transformer Engine's fused layer."""
 
@@ -165,6 +197,7 @@ class NormColumnLinear(nn.Module):
     ) -> None:
         """out: this rank's rows."""
         super().__init__()
+        self.adapter: nn.Module | None = None
         self.epsilon, self.ranks, self.keep = epsilon, ranks, keep
         self.layer_norm_weight = nn.Parameter(torch.empty(width))
         self.layer_norm_bias = nn.Parameter(torch.empty(width)) if norm_bias else None
@@ -175,7 +208,10 @@ class NormColumnLinear(nn.Module):
         def norm(x: Tensor) -> Tensor:
             return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
 
-        return self.keep(norm, x, lambda normed: column_linear(normed, self.weight, self.bias, self.ranks))
+        def use(normed: Tensor) -> Tensor:
+            return adapted(column_linear(normed, self.weight, self.bias, self.ranks), self.adapter, normed)
+
+        return self.keep(norm, x, use)
 
 
 class ColumnLinear(nn.Module):
@@ -186,11 +222,12 @@ class ColumnLinear(nn.Module):
     def __init__(self, width: int, out: int, ranks: TensorGroup) -> None:
         """out: this rank's rows."""
         super().__init__()
+        self.adapter: nn.Module | None = None
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, None, self.ranks)
+        return adapted(column_linear(x, self.weight, None, self.ranks), self.adapter, x)
 
 
 class RowLinear(nn.Module):
@@ -201,12 +238,13 @@ class RowLinear(nn.Module):
     def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool) -> None:
         """width: this rank's columns."""
         super().__init__()
+        self.adapter: nn.Module | None = None
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_linear(x, self.weight, self.bias, self.ranks)
+        return adapted(row_linear(x, self.weight, self.bias, self.ranks), self.adapter, x)
 
 
 Keep = Callable[[Made, Tensor, Made], Tensor]

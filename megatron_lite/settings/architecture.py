@@ -51,6 +51,8 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
             "experts.shared_gate": model.moe_shared_expert_gate,
             "experts.router_bias": model.moe_router_enable_expert_bias,
         }
+    if model.mtp_num_layers:
+        found["mtp_layers"] = model.mtp_num_layers
     return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found)
 
 
@@ -86,6 +88,9 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     values: dict[str, Any] = dict(vars(settings.model))
     values["ffn_hidden_size"] = ffn
     values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
+    if settings.model.multi_latent_attention:
+        values["rope_type"] = "rope"  # yarn comes with checkpoints alone
+        values["q_lora_rank"] = settings.model.q_lora_rank or 0
     values["max_position_embeddings"] = settings.model.max_position_embeddings or settings.training.seq_length
     return Namespace(**{name: value for name, value in values.items() if value is not None})
 

@@ -19,7 +19,7 @@ WITHOUT_EFFECT = {
     "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "deterministic_mode": 0, "dist_ckpt_strictness": 1,
     "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "grad_reduce_in_bf16": 0,
     "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "manual_gc": 0,
-    "moe_grouped_gemm": 0, "moe_permute_fusion": 0,
+    "moe_grouped_gemm": 0, "moe_pad_expert_input_to_capacity": 0, "moe_permute_fusion": 0,
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
     "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
     "no_rope_fusion": 0, "no_save_rng": 0,
@@ -33,13 +33,14 @@ REFUSED = {
     "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
     "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
+    "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles",
     "profile_step_end": "profiles", "profile_step_start": "profiles",
 }  # fmt: skip
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
-    "context_parallel_size": "1", "dataloader_type": "single", "expert_tensor_parallel_size": "1",
+    "dataloader_type": "single", "expert_tensor_parallel_size": "1",
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""

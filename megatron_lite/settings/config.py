@@ -62,6 +62,15 @@ class Model:
     moe_router_topk_scaling_factor: float | None = flag(None, "a factor on the weights of experts")
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of an expert that every token passes")
     moe_shared_expert_gate: bool = flag(False, "a gate on that one")
+    multi_latent_attention: bool = flag(
+        False, "keys and values made of one latent vector for each token, as DeepSeek's"
+    )
+    q_lora_rank: int | None = flag(None, "width of the latent vector that queries are made of (made directly)")
+    kv_lora_rank: int = flag(32, "width of the one of keys and values")
+    qk_head_dim: int = flag(128, "elements of a head of q and k that don't rotate")
+    qk_pos_emb_head_dim: int = flag(64, "those that do")
+    v_head_dim: int = flag(128, "elements of a head of v")
+    mtp_num_layers: int | None = flag(None, "layers that predict further tokens, one each")
     vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times tp")
 
@@ -74,6 +83,11 @@ class Parallel:
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
+    context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",),
+        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
@@ -105,6 +119,13 @@ class Balance:
     moe_router_bias_update_rate: float = flag(
         1e-3, "how far a step moves a router's bias of each expert, where it has one; 0: not at all"
     )
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "of an even share of tokens, how many an expert takes; the others are dropped, by each tensor rank among its own (all)",
+    )
+    moe_token_drop_policy: str = flag(
+        "probs", "which it takes: those of the largest weights, or any", choices=("probs", "position")
+    )
     moe_router_dtype: str | None = flag(None, "in which routers compute (the model's)", choices=("fp32", "fp64"))
 
 
@@ -114,6 +135,7 @@ class Training:
 
     micro_batch_size: int = flag(1, "sequences of one forward pass")
     global_batch_size: int | None = flag(None, "sequences of one step (micro batch x data-parallel size)")
+    mtp_loss_scaling_factor: float = flag(0.1, "what the losses of further tokens together count for")
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENTs over SAMPLES"
     )
@@ -246,6 +268,25 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """LoRA; adapters are trained and saved, the model's weights stay as they are"""
+
+    lora_rank: int | None = flag(None, "train adapters of this rank")
+    lora_alpha: float | None = flag(None, "their products are multiplied with alpha / rank (2 x rank)")
+    lora_targets: tuple[str, ...] = flag(
+        ("all-linear",),
+        "modules that have one, by the ends of their names: q_proj, mlp.down_proj, linear_fc1, or all-linear",
+    )
+    lora_dropout: float = flag(0.0, "dropout of what adapters see")
+    lora_rslora: bool = flag(False, "divide alpha by the rank's square root")
+    lora_load: str | None = flag(None, "adapter to go on from, as peft saves it; it says rank, alpha and modules")
+
+    @property
+    def wanted(self) -> bool:
+        return self.lora_rank is not None or self.lora_load is not None
+
+
+@dataclass(frozen=True)
 class Checkpointing:
     """Checkpoints"""
 
@@ -293,6 +334,7 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()
     given: frozenset[str] = frozenset()

@@ -24,8 +24,34 @@ class Balancing:
     """Coefficient."""
     bias_rate: float = 0.0
     """How far a step moves the bias of each expert of routers that have one."""
+    capacity_factor: float | None = None
+    """Of the tokens that each expert would get if they were shared out evenly, how many it takes; None: all that come."""
+    drop_policy: str = "probs"
+    """Which it takes: see moe/capacity.py."""
     router_dtype: str | None = None
     """In which the router computes; None: that of its input."""
+
+
+CONTEXT = ("p2p", "all_gather", "a2a")
+"""Keys and values wander in a ring, are gathered, or each rank gets some heads of all tokens; by Megatron's words."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adapters beside frozen matrices, by peft's names."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("all-linear",)
+    """Ends of modules' paths, as transformers or Megatron core calls them; `all-linear`: those of all layers."""
+    dropout: float = 0.0
+    """Of what the adapters see."""
+    rslora: bool = False
+    """Divide alpha by the rank's square root."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)
@@ -45,9 +71,15 @@ class ModelOptions:
     """Whether anything will go backward; a mixture of experts can be sharded in more ways where nothing does."""
     compile: bool = False
     """torch.compile each layer."""
+    context: str = "p2p"
+    """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
     balance: Balancing = Balancing()
+    lora: LoRA | None = None
+    """Nothing but adapters is trained; None: everything is."""
+    mtp_loss_scale: float = 0.1
+    """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234

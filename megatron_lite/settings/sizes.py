@@ -7,7 +7,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.options import CONTEXT, ModelOptions
 
 WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
@@ -43,6 +43,7 @@ class Sizes:
     batch: BatchSize
     micro_batch: int
     seq: int
+    cp: int = 1
 
 
 def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, world: int) -> Sizes:
@@ -51,7 +52,8 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     check_flags(settings)
     layout = _layout(settings.parallel, config)
     seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
-    dp = check_sizes(config, layout, world, options, seq, layout.pp)
+    cp = settings.parallel.context_parallel_size
+    dp = check_sizes(config, layout, world, options, seq, layout.pp, cp)
     batch = batch_size(training, dp)
     for size in batch.sizes():
         if size < 1 or size % (micro * dp):
@@ -59,8 +61,8 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
                 f"a global batch of {size} can't be divided into micro batches of {micro} on {dp} data-parallel ranks: "
                 f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
             )
-        check_sizes(config, layout, world, options, seq, size // (micro * dp))
-    return Sizes(layout, dp, batch, micro, seq)
+        check_sizes(config, layout, world, options, seq, size // (micro * dp), cp)
+    return Sizes(layout, dp, batch, micro, seq, cp)
 
 
 def batch_size(training: Training, dp: int) -> BatchSize:
@@ -82,16 +84,24 @@ def batch_size(training: Training, dp: int) -> BatchSize:
 
 
 def check_sizes(
-    config: ModelConfig, layout: Layout, world: int, options: ModelOptions, sequence: int, microbatches: int
+    config: ModelConfig,
+    layout: Layout,
+    world: int,
+    options: ModelOptions,
+    sequence: int,
+    microbatches: int,
+    cp: int = 1,
 ) -> int:
     """The data-parallel size. Raises LayoutError, with the arithmetic, for what can't be run; makes no group.
 
     sequence: tokens of one sequence. microbatches: per data-parallel rank and step.
     """
     tp, pp, vpp = layout.tp, layout.pp, layout.vpp
-    if world % (tp * pp):
+    model = tp * pp * cp
+    if world % model:
+        names, sizes = ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
         raise LayoutError(
-            f"{world} processes can't be divided over tp x pp = {tp} x {pp} = {tp * pp}; start a multiple of {tp * pp}"
+            f"{world} processes can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
         )
     if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
         stages = "+".join(map(str, layout.stage_layers))
@@ -106,9 +116,11 @@ def check_sizes(
             f"expert parallelism: etp x ep = {layout.etp} x {layout.ep} = {layout.etp * layout.ep} has to divide the "
             f"tp x dp = {world // pp} ranks of a pipeline stage"
         )
-    if options.sequence_parallel and sequence % tp:
+    if cp > 1:
+        _check_context(config, layout, options, sequence, cp)
+    if options.sequence_parallel and sequence // cp % tp:
         raise LayoutError(
-            f"sequence parallelism shards {sequence} tokens over tp = {tp}; take a sequence that is a multiple of {tp}"
+            f"sequence parallelism shards {sequence // cp} tokens over tp = {tp}; take a sequence that is a multiple of {tp * cp}"
         )
     if config.positions.kind == "learned" and sequence > config.max_positions:
         raise LayoutError(
@@ -120,24 +132,50 @@ def check_sizes(
         raise LayoutError(
             f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
         )
-    return world // (tp * pp)
+    return world // model
+
+
+def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
+    """Raises LayoutError for what context parallelism can't do."""
+    attention, how = config.attention, options.context
+    if sequence % (2 * cp):
+        raise LayoutError(
+            f"context parallelism cuts {sequence} tokens into 2 x cp = 2 x {cp} blocks; take a sequence that is a multiple of {2 * cp}"
+        )
+    for name, count in (("heads", attention.heads), ("kv_heads", attention.kv_heads)):
+        if how == "a2a" and count % (layout.tp * cp):
+            raise LayoutError(
+                f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
+                f"{layout.tp * cp}; take p2p or all_gather"
+            )
+    windows = [layer.window for layer in config.layers if layer.window is not None and layer.window < sequence]
+    if windows and how != "a2a":
+        raise LayoutError(f"a window of {windows[0]} tokens with context parallelism needs --cp-comm-type a2a")
+    if options.attention_dropout:
+        raise LayoutError(
+            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
+            "take --attention-dropout 0"
+        )
+    if config.experts.count and options.lora is not None and options.lora.dropout:
+        raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
+    if config.experts.count and options.balance.losses:
+        raise LayoutError(
+            "losses that balance experts can't be had with context parallelism yet; take --moe-router-load-balancing-type none"
+        )
 
 
 def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if min(tp, pp, parallel.expert_model_parallel_size) < 1:
-        raise LayoutError(
-            f"tp = {tp}, pp = {pp}, ep = {parallel.expert_model_parallel_size}: parallel sizes have to be 1 or more"
-        )
+    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    if min(tp, pp, cp, ep) < 1:
+        raise LayoutError(f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}: parallel sizes have to be 1 or more")
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
         parallel.pipeline_model_parallel_layout,
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
-    return Layout(
-        tp, pp, vpp, parallel.expert_model_parallel_size, stage_layers=split_layers(config.layer_count, pp, vpp, split)
-    )
+    return Layout(tp, pp, vpp, ep, stage_layers=split_layers(config.layer_count, pp, vpp, split))
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
@@ -169,8 +207,10 @@ def check_flags(settings: Settings) -> None:
         "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
         "eval_interval": training.eval_interval,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
-        "exit_interval": training.exit_interval, "save_interval": saving.save_interval, "keep_last": saving.keep_last,
-        "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps, "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
+        "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
+        "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
+        "keep_last": saving.keep_last,
+        "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
     for name, value in positive.items():
         if value is not None and value < 1:
@@ -179,9 +219,11 @@ def check_flags(settings: Settings) -> None:
     unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "none"}
     muon = settings.optimizer.optimizer == "muon"
     refused = [
-        (muon and settings.parallel.use_distributed_optimizer,
-         WHOLE_MATRICES),
+        (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
+        (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
+        (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
+         f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
@@ -193,6 +235,7 @@ def check_flags(settings: Settings) -> None:
         (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
+        (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
     ]  # fmt: skip
     for wrong, message in refused:

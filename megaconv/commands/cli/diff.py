@@ -51,6 +51,7 @@ def diff(
     from megaconv.commands.comparison import diff_metadata, diff_sources, open_both, source_checks
     from megaconv.commands.movement import movement
     from megaconv.commands.progress import Progress
+    from megaconv.commands.units import readable
     from megaconv.commands.views.report import movement_report, require_place
     from megaconv.engine.plan import default_workers
     from megaconv.errors import UsageError
@@ -85,6 +86,8 @@ def diff(
         _print_diff(found, limit, "names, shapes and dtypes: " if metadata else "")
         for line in () if moved is None or not stats else moved.lines(blocks=has_blocks()):
             show(line)
+        if html is not None:
+            show(f"{html}: {readable(html.stat().st_size)}")
     if not found.same or (config_too and found.config):
         raise typer.Exit(4)
 

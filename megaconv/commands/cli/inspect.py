@@ -24,7 +24,7 @@ class _WithOptionalGlob(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         filled: list[str] = []
-        for word, after in zip(args, [*args[1:], "--"], strict=True):
+        for word, after in zip(args, [*args, "--"][1:], strict=True):
             filled += [word, "*"] if word == "--tensors" and after.startswith("-") else [word]
         return super().parse_args(ctx, filled)
 

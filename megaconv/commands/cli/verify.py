@@ -31,7 +31,7 @@ def verify(
     if as_json:
         print_json(found.to_json())
     elif found.same:
-        files = f" and {found.files} other files" if found.files else ""
+        files = f" and {found.files} other file{'s' * (found.files != 1)}" if found.files else ""
         show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
     else:
         show(f"different: fingerprint {found.found}, written was {found.recorded}")

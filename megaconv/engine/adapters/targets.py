@@ -57,6 +57,13 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     return found
 
 
+def weights_of(adapter: Adapter, family: Family, config: ModelConfig) -> Iterator[tuple[ModuleAdapter, NativeTensor]]:
+    """The weight that each module's adapter is beside, as transformers calls it. Raises TensorMismatch, NotExpressible."""
+    names = _Names(family, config, str(adapter.weights))
+    for module in adapter.modules:
+        yield module, names.target(module)
+
+
 def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfig:
     """The model's configuration, without the tie of head and embedding where the adapter is about one of them."""
     if not config.tie_embeddings or adapter.config.keeps_tie:

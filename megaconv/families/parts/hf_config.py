@@ -10,7 +10,7 @@ from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
-QUANT_METHODS = ("fp8", "mxfp4")
+QUANT_METHODS = ("fp8", "mxfp4", "modelopt")
 """quant_method of config.json."""
 
 
@@ -33,6 +33,19 @@ def quantization(config: Mapping[str, Any]) -> Any:
     """What a config.json says of quantized weights: for all of a model, or (Kimi K2.5) for the language model inside; None: nothing."""
     inside = config.get("text_config")
     return config.get(QUANTIZATION) or (inside.get(QUANTIZATION) if isinstance(inside, Mapping) else None)
+
+
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+def with_modelopt_file(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """A config.json with what ModelOpt's own file beside it says, where it doesn't say it itself. Raises CorruptCheckpoint."""
+    if quantization(config) or not (directory / MODELOPT_FILE).is_file():
+        return config
+    found = load_config(directory / MODELOPT_FILE).get("quantization")
+    if not isinstance(found, dict):
+        raise CorruptCheckpoint(f"{directory / MODELOPT_FILE}: has no `quantization`")
+    return {**config, QUANTIZATION: {"quant_method": "modelopt", **found}}
 
 
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:

@@ -13,6 +13,8 @@ from typing import Any
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families.parts.hf_config import QUANTIZATION
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.naming import HF
+from megaconv.model.table import Row
 
 TEXT = "text_config"
 
@@ -101,11 +103,16 @@ def place_inside(names: Collection[str]) -> tuple[str, str]:
     )
 
 
-def inner_names(names: Collection[str]) -> dict[str, str]:
-    """Those of the language model's tensors -> what they are called in a model by itself. All others are of what is beside it."""
+def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]:
+    """Those of the language model's tensors -> what they are called in a model by itself. All others are of what is beside it.
+
+    rows: its table. What has names outside `model.` there (a head, layers for multi-token prediction) keeps them.
+    """
     begin, longer = place_inside(names)
     found = {name: begin + name[len(longer) :] for name in names if name.startswith(longer)}
-    return found | {name: name for name in names if name.startswith("lm_head.")}
+    spelled = (spelling.name for row in rows for spelling in row.spelling(HF))
+    words = tuple({f"{name.partition('.')[0]}." for name in spelled} - {"model."})
+    return found | {name: name for name in names if name.startswith(words)}
 
 
 def put_inside(name: str, begin: str, inside: str) -> str:

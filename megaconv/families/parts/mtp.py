@@ -3,17 +3,25 @@
     hf      model.layers.61.{enorm, hnorm, eh_proj, input_layernorm, self_attn ..., shared_head.norm}    (after 61 layers)
     core    mtp.layers.0.{enorm, hnorm, eh_proj, transformer_layer..., final_layernorm}           (on the last stage)
 
+Qwen3-Next and Qwen 3.5 have one, of full attention, under names of its own:
+
+    hf      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, layers.0..., norm}
+
+Rank files of later releases say mtp_model_layer for transformer_layer; distributed checkpoints keep the name.
 Embedding and head are the model's own. Hugging Face's files hold both again with each such layer, Megatron's the embedding
 again where the last stage isn't the first. Both join the embedding's half and the hidden state's in the same order.
-Source: README_WEIGHTS.md of DeepSeek-V3; multi_token_prediction.py of megatron-core 0.16.
+Source: README_WEIGHTS.md of DeepSeek-V3; multi_token_prediction.py of megatron-core 0.16; mappings of Megatron-Bridge for Qwen.
 """
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
+from megaconv.errors import NotExpressible
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.table import Copied, Row
+from megaconv.model.naming import HF
+from megaconv.model.table import Copied, Row, Spelling
 
 _HF = "model.layers.{l}."
 _CORE = "mtp.layers.{l}."
@@ -51,6 +59,61 @@ def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...
     layer = (_as_mtp(row) for row in rows if row.stage == "layer")
     heads = [row for row in copied if row.canonical.startswith("head.")]
     return (*(row for row in copied if row not in heads), *_JOINT, *layer, *_END, *heads)
+
+
+@dataclass(frozen=True)
+class OwnLayer:
+    """One such layer, of attention, under names of its own in Hugging Face's files. What it has else is as in the last ordinary one."""
+
+    layer: str
+    """In front of the names of what every layer has."""
+    names: Mapping[str, Spelling]
+    """Of what only these layers have, by canonical pattern."""
+    key: str
+    """In config.json: how many there are."""
+
+    def rows(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """A table, and what its models have of this layer; in Megatron it comes before the head."""
+        made = with_mtp(tuple(row for row in rows if row.when is None or "linear" not in row.when), hf_copies=False)
+        predicting = [self._renamed(row) for row in made if row.stage == "mtp"]
+        copied = {row.canonical: row for row in made if row.copies}
+        heads = [row for row in rows if row.canonical.startswith("head.")]
+        return (*(copied.get(row.canonical, row) for row in rows if row not in heads), *predicting, *heads)
+
+    def _renamed(self, row: Row) -> Row:
+        anywhere = " ".join(
+            word for word in (row.when or "").split() if word != "attention"
+        )  # whatever the last layer has
+        spelled: Spelling = tuple(replace(one, name=one.name.replace(_HF, self.layer, 1)) for one in row.spelling(HF))
+        return replace(row, when=anywhere or None).renamed(hf=self.names.get(row.canonical, spelled))
+
+    def complete(self, config: ModelConfig, names: Collection[str]) -> ModelConfig:
+        """There is one where Hugging Face's names have it, whatever config.json says."""
+        return changed(config, {"mtp_layers": int(any(name.startswith(self.layer) for name in names))})
+
+    @property
+    def keys(self) -> Keys:
+        return Keys((self.key,), self._read, lambda config: {self.key: config.mtp_layers})
+
+    def _read(self, raw: Raw) -> Fields:
+        value = raw.get(self.key) or 0
+        if type(value) is not int or value not in (0, 1):
+            raise NotExpressible(
+                f"{CONFIG_NAME}: {self.key} is {value!r}; this architecture has one such layer, or none"
+            )
+        return {"mtp_layers": value}
+
+
+OF_QWEN = OwnLayer(
+    "mtp.layers.0.",
+    {
+        "mtp.{l}.{embed|hidden}_norm.weight": "mtp.pre_fc_norm_{embedding|hidden}.weight",
+        "mtp.{l}.join.weight": "mtp.fc.weight",
+        "mtp.{l}.final_norm.weight": "mtp.norm.weight",
+    },
+    "mtp_num_hidden_layers",
+)
+"""Qwen3-Next's and Qwen 3.5's."""
 
 
 MTP_LEFT_OUT = {r"(model\.)?mtp.*": "layers for multi-token prediction"}

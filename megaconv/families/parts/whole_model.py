@@ -17,6 +17,7 @@ from megaconv.families.parts.language_model import INSIDE, TEXT, inner_names, pl
 from megaconv.model.beside import BESIDE, Beside, Whole
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
+from megaconv.model.table import Row
 
 Renamed = tuple[tuple[str, str], ...]
 
@@ -52,7 +53,7 @@ TOWERS = {"Megatron-Bridge's": tuple(_AS_BRIDGE_HAS_THEM), "their files'": REBUI
 
 
 def split_whole(
-    found: Mapping[str, LazyTensor], config: ModelConfig, where: str
+    found: Mapping[str, LazyTensor], config: ModelConfig, rows: tuple[Row, ...], where: str
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], ModelConfig]:
     """(the language model's tensors by the names of a model by itself, those beside it by their own behind BESIDE, the model with these).
 
@@ -60,7 +61,7 @@ def split_whole(
     """
     whole = config.whole
     assert whole is not None
-    names = inner_names(found)
+    names = inner_names(found, rows)
     others = [name for name in found if name not in names]
     if not others:
         raise CorruptCheckpoint(
@@ -73,6 +74,11 @@ def split_whole(
     begin, inside = place_inside(found)
     whole = replace(whole, begin=begin, inside=inside, renamed=renamed, tensors=tensors)
     _require_distinct(whole, where)
+    moved = next((old for old, new in names.items() if whole.hf_name(new) != old), None)
+    if moved is not None:
+        raise UnsupportedInput(
+            f"{where}: {moved} is of the language model, whose other tensors' names begin with {inside}; --text-only converts it alone"
+        )
     inner = {new: found[old] for old, new in names.items()}
     return inner, {BESIDE + name: found[name] for name in others}, replace(config, whole=whole)
 

@@ -67,7 +67,9 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 
     Raises CorruptCheckpoint for halves of a tensor that don't fit each other.
     """
-    single = _joined(dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor)))
+    single = dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor))
+    if any(_PIECE.fullmatch(name) for name in tensors):  # of few keys, rather than of all layers' names
+        single = _joined(single)
     whole = {}
     for name, tensor in single.items():
         if name.endswith("_w") and f"{name[:-2]}_v" in single:
@@ -123,7 +125,7 @@ def _unstack(name: str, tensor: ChunkedTensor) -> list[ChunkedTensor]:
 
 def _norm_before_experts(name: str, names: Collection[str]) -> str:
     """Local layers call it after a matrix that layers with experts don't have."""
-    found = _LAYER.fullmatch(name)
+    found = _LAYER.fullmatch(name) if _FC1_NORM in name else None
     if found and found[3].startswith(_FC1_NORM) and f"{found[1]}{found[2]}.mlp.router.weight" in names:
         return f"{found[1]}{found[2]}.{_MLP_NORM}{found[3].removeprefix(_FC1_NORM)}"
     return name

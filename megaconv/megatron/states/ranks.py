@@ -31,6 +31,10 @@ _STACKS = ("encoder.layers.", "decoder.layers.")
 """How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""
 
 
+_MTP_LAYER = re.compile(r"((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
+"""As releases after core 0.16 have it; before, and in distributed checkpoints, it is transformer_layer."""
+
+
 class RankId(NamedTuple):
     """Which file: tensor, pipeline and expert rank."""
 
@@ -93,7 +97,18 @@ def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
         {rank: split[read[n]][1] for rank, n in ids.items()},
     )
     _require_stacks(ranks)
-    _require_complete(ranks, listing)
+    _require_complete(ranks, listing.directory)
+    return ranks
+
+
+def ranks_of_models(models: Mapping[RankId, Mapping[str, Any]], files: Mapping[RankId, Path], directory: Path) -> Ranks:
+    """Of files that hold a rank's parameters alone, by their names. Raises CorruptCheckpoint for a grid with missing ranks."""
+    weights = {rank: [dict(_parameters(model.items(), files[rank]))] for rank, model in models.items()}
+    tp, pp = (1 + max(rank[axis] for rank in models) for axis in (0, 1))
+    ranks = Ranks(
+        tp, pp, 1, {rank: {} for rank in models}, weights, {rank: str(file) for rank, file in files.items()}, files
+    )
+    _require_complete(ranks, directory)
     return ranks
 
 
@@ -129,11 +144,11 @@ def _require_stacks(ranks: Ranks) -> None:
         )
 
 
-def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
+def _require_complete(ranks: Ranks, directory: Path) -> None:
     most = max(ranks.tp, ranks.pp, ranks.ep)
     if most > len(ranks.states):  # before it is counted up to: a directory may have any number in its name
         raise CorruptCheckpoint(
-            f"{listing.directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
+            f"{directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
             f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
         )
     for pp_rank in range(ranks.pp):
@@ -142,7 +157,7 @@ def _require_complete(ranks: Ranks, listing: RankFiles) -> None:
         missing += [f"expert rank {ep}" for ep in range(ranks.ep) if ep not in {rank.ep for rank in held}]
         if missing:
             raise CorruptCheckpoint(
-                f"{listing.directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
+                f"{directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
                 f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else ""),
                 code="missing-file",
             )
@@ -228,7 +243,7 @@ def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[
     for name, value in model:
         if not isinstance(name, str):
             raise CorruptCheckpoint(f"{path}: {name!r} is not the name of a parameter")
-        bare = name.removeprefix("module.")
+        bare = _MTP_LAYER.sub(r"\1transformer_layer.", name.removeprefix("module."))
         if bare.endswith(EXTRA_STATE):
             if sum(getattr(value, "shape", ())):
                 _log.warning("%s: %s holds FP8 scales, which are left out", path, bare)

@@ -31,9 +31,9 @@ class Route:
     """Of the tokens of one layer and microbatch."""
 
     token: Tensor
-    """int64 [tokens * k]: whose row is sent, sorted by expert; a token's rows to several experts are in their order."""
+    """int64 [rows], at most tokens * k: whose row is sent, sorted by expert; a token's rows to several experts are in their order."""
     slot: Tensor
-    """int64 [tokens * k]: where its weight stands in weights.flatten()."""
+    """int64 [rows]: where its weight stands in weights.flatten()."""
     group: ProcessGroup | None
     sent: list[int]
     received: list[int]
@@ -44,7 +44,7 @@ class Route:
     """Rows of each of this rank's experts."""
 
     def there(self, x: Tensor) -> Tensor:
-        """Rows [tokens * k, ...] as they leave -> as this rank's experts take them."""
+        """Rows as they leave -> as this rank's experts take them."""
         if self.group is not None:
             x = _Exchange.apply(x, self.group, self.sent, self.received)  # type: ignore[no-untyped-call]
         return x if self.arrival is None else x[self.arrival]
@@ -60,13 +60,18 @@ class Route:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def route(chosen: Tensor, experts: int, group: ProcessGroup | None) -> Route:
-    """chosen int64 [tokens, k]. group: the ranks that share the experts, in whose order these are counted. Collective over it."""
+    """chosen int64 [tokens, k]; the number of experts in place of one that has no room.
+
+    group: the ranks that share the experts, in whose order these are counted. Collective over it.
+    """
     flat = chosen.flatten()
     slot = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=experts)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    numbers = counts.tolist()
+    slot = slot[: sum(numbers)]  # those without room come last
     token = slot // chosen.shape[1]
     if group is None:
-        return Route(token, slot, None, [], [], None, counts.tolist())
+        return Route(token, slot, None, [], [], None, numbers)
     ranks = comm.size(group)
     theirs = comm.exchange(counts, group, [experts // ranks] * ranks, [experts // ranks] * ranks).view(ranks, -1)
     sent, received = counts.view(ranks, -1).sum(1).tolist(), theirs.sum(1).tolist()

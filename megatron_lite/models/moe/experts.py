@@ -12,7 +12,7 @@ from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
 
 
 class ExpertMatrix(nn.Module):
@@ -20,8 +20,13 @@ class ExpertMatrix(nn.Module):
 
     def __init__(self, width: int, out: int, *, bias: bool) -> None:
         super().__init__()
+        self.adapter: nn.Module | None = None
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Its own bias is for the caller to give or to add, who may weigh it."""
+        return adapted(F.linear(x, self.weight, bias), self.adapter, x)
 
 
 class Expert(nn.Module):
@@ -36,8 +41,8 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """x [rows, hidden], weights [rows, 1], which multiply the activation, as in Megatron: so no output has to be kept."""
-        inner = activate(F.linear(x, self.linear_fc1.weight, self.linear_fc1.bias), self.shape)
-        made = F.linear(inner * weights, self.linear_fc2.weight)
+        inner = activate(self.linear_fc1(x, self.linear_fc1.bias), self.shape)
+        made: Tensor = self.linear_fc2(inner * weights)
         return made if self.linear_fc2.bias is None else made + self.linear_fc2.bias * weights
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models.moe.balance import Balance, by_sequence, join, load_balancing, of_logits
+from megatron_lite.models.moe.capacity import taken
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
 
@@ -34,7 +35,10 @@ class Router(nn.Module):
         self.expert_bias = nn.Parameter(free, requires_grad=False) if experts.router_bias else None
 
     def forward(self, x: Tensor, batch: int, balance: Balance | None) -> tuple[Tensor, Tensor]:
-        """x [tokens, hidden], batch of them at each place of the sequence -> (weights [tokens, k] in x's dtype, experts int64)."""
+        """x [tokens, hidden], batch of them at each place of the sequence -> (weights [tokens, k] in x's dtype, experts int64).
+
+        An expert that has no room for a token is given as the one after the last.
+        """
         dtype = getattr(torch, self.options.router_dtype) if self.options.router_dtype else x.dtype
         logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if balance is not None:
@@ -43,8 +47,12 @@ class Router(nn.Module):
         weights, chosen = self._of_sigmoid(logits) if sigmoid else self._of_softmax(logits)
         if self.experts.scale is not None:
             weights = weights * self.experts.scale
+        count, factor = self.experts.count, self.options.capacity_factor
+        if factor is not None:
+            stay = taken(weights, chosen, count, factor, self.options.drop_policy)
+            chosen = chosen.masked_fill(~stay, count)
         if balance is not None:
-            balance.tokens[self.layer] = torch.bincount(chosen.flatten(), minlength=self.experts.count)
+            balance.tokens[self.layer] = torch.bincount(chosen.flatten(), minlength=count + 1)[:count]
             weights = self._balanced(weights, logits, batch, balance)
         return weights.to(x.dtype), chosen
 

@@ -28,6 +28,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, a window": ("mistral", {"sliding_window": 7}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "gpt2": ("gpt2", {}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "intermediate_size": 24,
+        },
+    ),
 }
 PROMPTS = [(3, 17, 90, 6, 22), (3, 60), (3, *range(40, 60)), (8, 9, 8)]
 BEAMS = BeamSettings(3, 7, [EOS, 20], 0.8)

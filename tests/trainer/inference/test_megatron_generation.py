@@ -10,7 +10,7 @@ from megatron_lite.inference.megatron import MegatronSettings, Words, beam_searc
 from tests.trainer.inference.models import FIXTURE, without_layers
 
 EXPECTED: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_text())
-WORDS = Words(EXPECTED["eod"], EXPECTED["colon"], EXPECTED["newline"], EXPECTED["double_newline"])
+WORDS = Words(EXPECTED["eod"], EXPECTED["colon"], *[EXPECTED["newline"]] * 2, EXPECTED["double_newline"])
 
 
 @pytest.mark.parametrize("name", EXPECTED["generate"])

@@ -26,6 +26,12 @@ LLAMA = (
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
 MIXTRAL = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 
+DEEPSEEK = (
+    f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0]*1+[1]*3 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 24 "
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 1"
+).replace("--group-query-attention --num-query-groups 2 ", "")
+
 _context: Any = get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"])
 

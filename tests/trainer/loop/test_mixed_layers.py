@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megaconv
-from tests.trainer.loop.launches import train
+from tests.trainer.loop.launches import DEEPSEEK, train
 from tests.trainer.loop.test_runs import metrics
 
 pytestmark = pytest.mark.oracle
@@ -37,20 +37,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+    },
     "GptOss": {"num_local_experts": 4, "sliding_window": 5},
 }
 """Dense layers here and there, and a dense one first; the latter's routers have biases, which no gradient moves."""
 
 
 @pytest.fixture(
-    params=[pytest.param("Qwen3Moe", marks=pytest.mark.slow), "Glm4Moe", pytest.param("GptOss", marks=pytest.mark.slow)]
+    params=[
+        pytest.param("Qwen3Moe", marks=pytest.mark.slow),
+        "Glm4Moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GptOss", "DeepseekV3")),
+    ]
 )
 def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A directory with `hf` in it."""
     import transformers
 
     torch.manual_seed(5)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES, **MODELS[request.param])
+    config = getattr(transformers, f"{request.param}Config")(**{**SIZES, **MODELS[request.param]})
     getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
     return tmp_path
 
@@ -72,8 +90,32 @@ def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_ex
     assert prints[0].weights == prints[1].weights
 
 
+@pytest.mark.slow
+def test_a_model_from_flags_that_predicts_further_tokens_goes_on_in_both_formats(tmp_path: Path) -> None:
+    words = f"pretrain {DEEPSEEK} --transformer-impl local --lr-decay-iters 7 --save ckpt --resume --train-iters 4"
+    train(tmp_path / "one", 1, words)
+    for size, layout in (
+        (
+            4,
+            "--tp 2 --pp 2 --ep 2 --sequence-parallel --ckpt-format torch --exit-interval 2 --transformer-impl transformer_engine",
+        ),
+        (2, "--ep 2 --use-distributed-optimizer"),
+    ):
+        train(tmp_path / "moved", size, f"{words} {layout}")
+    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    assert [moved[step] for step in (1, 2, 3, 4)] == pytest.approx([one[step] for step in (1, 2, 3, 4)], rel=1e-5)
+    assert_core_loads(tmp_path / "moved")
+    megaconv.convert(tmp_path / "moved" / "ckpt", tmp_path / "back", saver="hf")
+    prints = [megaconv.fingerprint(tmp_path / name) for name in ("back", "moved/ckpt")]
+    assert prints[0].weights == prints[1].weights
+
+
 def test_megatron_core_loads_dense_layers_and_experts_strictly(mixed: Path) -> None:
     train(mixed, 2, f"{COMMAND} --bf16 --ep 2 --use-distributed-optimizer")
+    assert_core_loads(mixed)
+
+
+def assert_core_loads(mixed: Path) -> None:
     script = ["-m", "tests.trainer.loop.core_load", str(mixed / "ckpt" / "iter_0000004"), "1", str(mixed / "meeting")]
     environment = os.environ | {
         "PYTHONWARNINGS": "ignore",

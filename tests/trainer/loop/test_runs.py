@@ -115,6 +115,35 @@ def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
 
 
+CONTEXT_LAYOUTS = [
+    (4, "--cp 2 --tp 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
+    (2, "--cp 2 --cp-comm-type a2a --use-distributed-optimizer --ckpt-format torch --exit-interval 4"),
+    (4, "--cp 2 --pp 2 --cp-comm-type all_gather --recompute-granularity selective --exit-interval 6"),
+    (1, ""),
+]
+
+
+def test_a_run_whose_sequences_are_shared_goes_on_at_any_other_layout(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --train-iters 8 --resume --save ckpt"
+    train(tmp_path / "one", 1, command)
+    for size, words in CONTEXT_LAYOUTS:
+        train(tmp_path / "moved", size, f"{command} {words}")
+    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    assert sorted(one) == sorted(moved) == list(range(1, 9))
+    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
+    diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
+    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--cp 4", "--cp 2 --tp 2 --sequence-parallel", "--cp 2 --pp 2", "--cp 2"])
+def test_a_killed_run_whose_sequences_are_shared_gives_the_bits_of_one_that_was_not(words: str, tmp_path: Path) -> None:
+    command = f"{COMMAND} {words} --use-distributed-optimizer --async-save --bf16"
+    train(tmp_path / "whole", 4, command)
+    kill_and_resume(tmp_path / "killed", 4, command, 1.5 + random.random() * 2)
+    assert files(tmp_path / "killed" / "ckpt") == files(tmp_path / "whole" / "ckpt")
+
+
 EXPERT_LAYOUTS = [
     (4, "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
     (4, "--pp 2 --ep 2 --use-distributed-optimizer --exit-interval 4"),

@@ -35,11 +35,24 @@ _SIZES: dict[str, Any] = {
     "positions.theta": 5000.0,
 }
 _BIASES = {"attention.qkv_bias": True, "attention.o_bias": True, "mlp.bias": True}
+_EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16}
+_LATENT = {
+    "layers.mlp": ("dense", "experts", "experts", "experts"), "experts.score": "sigmoid", "experts.router_bias": True,
+    "experts.shared_ffn": 24, "attention.kv_heads": 4, "latent.kv_rank": 10, "latent.q_rank": 6, "latent.rope_dim": 4,
+    "latent.v_dim": 6,
+}  # fmt: skip
+_SINKS = {
+    "attention.sinks": True, "layers.window": (5, None, 5, None), "mlp.activation": "quick_gelu", "mlp.offset": 1.0,
+    "mlp.clamp": 7.0,
+}  # fmt: skip
 _GPT2 = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.activation": "gelu_tanh", "mlp.gated": False}
 MODELS = {
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **_SIZES}),
     "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **_SIZES}),
     "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
+    "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
+    "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
+    "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }
 
@@ -53,6 +66,7 @@ class Case:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     distributed: bool = False
     recompute: Recompute = NONE
@@ -67,10 +81,10 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "dp") if getattr(self, name) > 1]
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "dp", "cp") if getattr(self, name) > 1]
         words += [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
         if self.recompute.granularity:
             words.append(self.recompute.granularity + (" block" if self.recompute == BLOCK else ""))
@@ -78,7 +92,19 @@ class Case:
 
     def alone(self) -> "Case":
         """The same in one process."""
-        return replace(self, tp=1, pp=1, vpp=1, dp=1, sequence_parallel=False, distributed=False, recompute=NONE)
+        options = tuple(option for option in self.options if option[0] != "context")
+        return replace(
+            self,
+            tp=1,
+            pp=1,
+            vpp=1,
+            dp=1,
+            cp=1,
+            sequence_parallel=False,
+            distributed=False,
+            recompute=NONE,
+            options=options,
+        )
 
 
 def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000) -> Engine:
@@ -105,8 +131,13 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )
-    dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp)
-    engine = Engine(config, make_grid(layout, dp, torch.device("cpu")), options, optimizer)
+    dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
+    engine = Engine(
+        config,
+        make_grid(layout, dp, torch.device("cpu"), cp=case.cp, experts=config.experts.count > 0),
+        options,
+        optimizer,
+    )
     init_weights(engine, std=0.1, seed=5)
     return engine
 
@@ -162,3 +193,21 @@ def train(_rank: int, case: Case) -> Trained:
     engine.finish()
     engine.grid.close()
     return Trained(reports, weights_of(engine))
+
+
+def saved_bytes(engine: Engine, batch: Microbatch) -> int:
+    """What autograd keeps of one forward pass through the only chunk, parameters apart, each storage once."""
+    parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
+    storages: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.chunks[0]((), engine.make_pass(batch))
+    return sum(storages.values())

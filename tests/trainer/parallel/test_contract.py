@@ -1,6 +1,7 @@
 """The model's parameters are the family table's: names and shapes of every rank, at every layout."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.plan import TRAINED, make_plan
 from megatron_lite.models.rotary import Rotary
+from megatron_lite.models.table import table
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
@@ -23,8 +25,15 @@ from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
+from tests.transformers_oracle import MIXTURES, VARIANTS
+
+ROOT = Path(__file__).parents[3]
 
 EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 16}
+LATENT = {
+    "attention.qk_norm": False, "attention.kv_heads": 4, "latent.kv_rank": 10, "latent.q_rank": 6, "latent.rope_dim": 4, "latent.v_dim": 6,
+    "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
+}  # fmt: skip
 FEATURES = {
     "gpt2": MODELS["gpt2"],
     "llama": MODELS["llama"],
@@ -50,6 +59,19 @@ FEATURES = {
     "jais2": changed(
         replace(MODELS["gpt2, untied"], family="jais2"), {"positions.kind": "rope", "mlp.activation": "relu2"}
     ),
+    "ernie4_5": changed(replace(MODELS["qwen3"], family="ernie4_5"), {"attention.qk_norm": False, "positions.interleaved": True}),
+    "glm": changed(
+        replace(MODELS["qwen3"], family="glm"),
+        {"attention.qk_norm": False, "positions.interleaved": True, "positions.rotary_percent": 0.5},
+    ),
+    **{
+        name: changed(replace(MODELS["qwen3"], family=name), {**EXPERTS, **LATENT, **fields})
+        for name, fields in (
+            ("deepseek_v2", {"latent.q_rank": 0, "experts.renormalize": False}),
+            ("deepseek_v3", {"experts.score": "sigmoid", "experts.router_bias": True}),
+            ("glm4_moe_lite", {"experts.score": "sigmoid", "experts.router_bias": True}),
+        )
+    },
     "smollm3": changed(
         replace(MODELS["qwen3"], family="smollm3"),
         {"attention.qk_norm": False, "layers.rotates": (True, True, True, False)},
@@ -84,9 +106,9 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
 
 def config_of(family: str, *, tied: bool) -> ModelConfig:
-    return changed(
-        FEATURES[family], {"tie_embeddings": tied, **({} if family == "gpt2" else {"attention.kv_heads": 2})}
-    )
+    model = FEATURES[family]
+    fewer = family != "gpt2" and not model.has("mla")
+    return changed(model, {"tie_embeddings": tied, **({"attention.kv_heads": 2} if fewer else {})})
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -110,7 +132,14 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
 
 
 def test_every_family_that_can_be_trained_is_compared() -> None:
+    """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
+    oracles = {variant.model_type.removesuffix("_text") for variant in (VARIANTS | MIXTURES).values()}
+    assert set(TRAINED) <= oracles
+
+
+def test_the_documentation_lists_what_can_be_trained() -> None:
+    assert table() in (ROOT / "docs" / "trainer-models.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED)))
@@ -123,7 +152,6 @@ def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> N
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"positions.interleaved": True}, "rotary positions of neighbouring elements"),
         ({"norm.zero_centered": True}, r"norms that multiply with their weight \+ 1"),
         ({"norm.place": "after"}, "norms after its sublayers, not before them"),
         ({"norm.place": "both"}, "norms after its sublayers, too"),

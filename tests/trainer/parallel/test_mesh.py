@@ -36,9 +36,12 @@ def test_groups_are_megatron_cores() -> None:
     from megatron.core.parallel_state import RankGenerator
 
     for tp, dp, pp in product(SMALL, repeat=3):
-        theirs = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-        for axis in ("tp", "dp", "pp"):
-            assert dense_mesh(Layout(tp=tp, pp=pp), dp).groups(axis) == theirs.get_ranks(axis)
+        for cp in SMALL:
+            theirs = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+            ours = dense_mesh(Layout(tp=tp, pp=pp), dp, cp)
+            for axis in ("tp", "cp", "dp", "pp"):
+                assert ours.groups(axis) == theirs.get_ranks(axis)
+            assert ours.groups("cp", "dp") == theirs.get_ranks("dp-cp")
     for etp, ep, edp, pp in product((1, 2), repeat=4):
         experts = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
         ours = expert_mesh(Layout(tp=etp, pp=pp, ep=ep, etp=etp), ep * edp)

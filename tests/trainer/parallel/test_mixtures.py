@@ -54,6 +54,12 @@ class Mixture:
         found: dict[str, Any] = json.loads((self.directory / "expected.json").read_text())
         return found
 
+    def config(self) -> dict[str, Any]:
+        """In core's words."""
+        whole = self.expected()
+        found: dict[str, Any] = {"mtp_loss_scaling_factor": 0.1} | whole["base"] | whole["runs"][self.run]["config"]
+        return found
+
     def __str__(self) -> str:
         words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep") if getattr(self, name) > 1]
         return " ".join([self.run, *words, *(["zero"] if self.distributed else []), *filter(None, [self.recompute])])
@@ -61,18 +67,23 @@ class Mixture:
 
 def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
     """Megatron's words in ours."""
-    whole = case.expected()
-    base = whole["base"] | whole["runs"][case.run]["config"]
+    base = case.config()
     shared = base.get("moe_shared_expert_intermediate_size", 0)
     sigmoid = base.get("moe_router_score_function") == "sigmoid"
     of_layers = base.get("moe_layer_freq", [1] * base["num_layers"])
+    latent, further = base.get("multi_latent_attention", False), base.get("mtp_num_layers", 0)
+    family = "deepseek_v3" if latent else "glm4_moe" if sigmoid or further else "qwen2_moe" if shared else "mixtral"
+    rope_dim, heads = base.get("qk_pos_emb_head_dim", 0), base["num_attention_heads"]
     config = from_fields(
-        "glm4_moe" if sigmoid else "qwen2_moe" if shared else "mixtral",
+        family,
         {
             "layers.count": base["num_layers"], "layers.mlp": tuple("experts" if one else "dense" for one in of_layers),
             "hidden": base["hidden_size"],
-            "attention.heads": base["num_attention_heads"], "attention.kv_heads": base["num_query_groups"],
-            "attention.head_dim": base["hidden_size"] // base["num_attention_heads"], "mlp.ffn": base["ffn_hidden_size"],
+            "attention.heads": heads, "attention.kv_heads": heads if latent else base["num_query_groups"],
+            "attention.head_dim": base["qk_head_dim"] + rope_dim if latent else base["hidden_size"] // heads,
+            "latent.q_rank": base.get("q_lora_rank", 0), "latent.kv_rank": base.get("kv_lora_rank", 0), "latent.rope_dim": rope_dim,
+            "latent.v_dim": base.get("v_head_dim", 0), "mtp_layers": further,
+            "mlp.ffn": base["ffn_hidden_size"],
             "vocab": base["vocab_size"], "max_positions": 32, "norm.epsilon": base["layernorm_epsilon"],
             "positions.theta": float(base["rotary_base"]), "experts.count": base["num_moe_experts"],
             "experts.per_token": base["moe_router_topk"], "experts.ffn": base["moe_ffn_hidden_size"],
@@ -88,7 +99,10 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
     dtype = {"fp32": "float32"}.get(base.get("moe_router_dtype", ""))
     losses = tuple(zip(kinds, coefficients, strict=True))
     rate = base.get("moe_router_bias_update_rate", 0.0)
-    return config, Balancing(losses, base.get("moe_z_loss_coeff", 0.0), rate, dtype)
+    return config, Balancing(
+        losses, base.get("moe_z_loss_coeff", 0.0), rate, base.get("moe_expert_capacity_factor"),
+        base.get("moe_token_drop_policy", "probs"), dtype,
+    )  # fmt: skip
 
 
 def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
@@ -117,7 +131,7 @@ def make_engine(case: Mixture) -> Engine:
     training = case.expected()["training"]
     options = ModelOptions(
         "float32", sequence_parallel=case.tp > 1, balance=balance, vocab_divisor=1,
-        recompute=Recompute(case.recompute),
+        recompute=Recompute(case.recompute), mtp_loss_scale=case.config()["mtp_loss_scaling_factor"],
     )  # fmt: skip
     optimizer = OptimizerOptions(
         betas=tuple(training["betas"]), eps=training["eps"], clip_grad=training["clip_grad"],
@@ -135,8 +149,8 @@ def own_batches(case: Mixture, engine: Engine, step: int) -> list[Microbatch]:
     return [Microbatch(batch[:, :-1], batch[:, 1:], index=index) for index, batch in own]
 
 
-Figures = tuple[float, float, list[list[float]]]
-"""Of one step: loss, norm, and after it the experts' biases of this rank's routers that have them."""
+Figures = tuple[float, float, list[list[float]], list[float]]
+"""Of one step: loss, norm, after it the experts' biases of this rank's routers that have them, losses of further tokens."""
 
 
 def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[Figures], dict[str, dict[int, float]]]:
@@ -146,7 +160,7 @@ def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[Figures], di
     for step in range(steps):
         report = engine.train_step(own_batches(case, engine, step), training["lr"], training["weight_decay"])
         biases = [tensor.tolist() for _, name, tensor in engine.parameters() if name.endswith("expert_bias")]
-        found.append((report.loss, report.grad_norm, biases))
+        found.append((report.loss, report.grad_norm, biases, list(report.others.values())))
         if not step:
             logged = engine.balancing_losses()
     engine.finish()
@@ -156,9 +170,10 @@ def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[Figures], di
 
 def compare(case: Mixture, found: list[Figures]) -> None:
     answers = case.expected()["runs"][case.run]["answers"]["one process"]
-    for step, ((loss, norm, biases), answer) in enumerate(zip(found, answers, strict=True)):
+    for step, ((loss, norm, biases, further), answer) in enumerate(zip(found, answers, strict=True)):
         assert loss == pytest.approx(answer["loss"], rel=1e-5), f"step {step}"
         assert norm == pytest.approx(answer["grad_norm"], rel=1e-5), f"step {step}"
+        assert further == pytest.approx(answer.get("mtp_loss", []), rel=1e-5), f"step {step}"
         for bias, expected in zip(biases, answer.get("expert_bias", []), strict=case.pp == 1):
             assert bias == pytest.approx(expected, abs=1e-7), f"step {step}"
 
@@ -168,7 +183,8 @@ def compare(case: Mixture, found: list[Figures]) -> None:
     [
         Mixture(), Mixture(run="two_losses"), Mixture("qwen", "qwen"), Mixture(recompute="full"),
         Mixture("qwen", "qwen", recompute="selective"), Mixture("deepseek", "deepseek"),
-        Mixture("deepseek", "deepseek", recompute="full"),
+        Mixture("deepseek", "deepseek", recompute="full"), Mixture("mtp", "mtp2"), Mixture("mla", "mla_mtp"),
+        Mixture(run="drop_probs"), Mixture(run="drop_position"), Mixture(run="drop_pad"),
     ],
     ids=str,
 )  # fmt: skip
@@ -179,11 +195,15 @@ def test_ten_steps_of_one_process_are_megatron_cores(case: Mixture) -> None:
 LAYOUTS = [
     Mixture(dp=2, ep=2), Mixture("qwen", "qwen", tp=2, ep=2), Mixture(tp=2, ep=1), Mixture(pp=2, dp=2, ep=2, distributed=True),
     Mixture(run="two_losses", tp=2, dp=2, ep=4), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, distributed=True),
+    Mixture("mla", "mla_mtp", tp=2, pp=2, ep=2),
 ]  # fmt: skip
 MORE_LAYOUTS = [
     Mixture(dp=4, ep=4), Mixture(dp=4, ep=2), Mixture(dp=4, ep=2, distributed=True), Mixture("qwen", "qwen", tp=2, dp=2, ep=2),
     Mixture("qwen", "qwen", tp=2, pp=2, ep=2, distributed=True), Mixture("qwen", "qwen", dp=2, ep=2), Mixture(pp=2),
     Mixture(dp=2, ep=1), Mixture(tp=2, dp=2, ep=1, distributed=True), Mixture(dp=2, ep=2, recompute="full"),
+    Mixture("mtp", "mtp2", pp=2, dp=2, ep=2, distributed=True), Mixture("mtp", "mtp2", recompute="full"),
+    Mixture(run="drop_probs", dp=2, ep=2, distributed=True), Mixture(run="drop_position", pp=2, dp=2, ep=2),
+    Mixture("mla", "mla_mtp", dp=2, ep=2), Mixture("mla", "mla_mtp", tp=2, dp=2, ep=4),
     Mixture("deepseek", "deepseek", dp=2, ep=2), Mixture("deepseek", "deepseek", pp=2, dp=2, ep=2),
 ]  # fmt: skip
 
@@ -204,7 +224,13 @@ def test_ten_steps_at_further_layouts(case: Mixture, world: World) -> None:
 
 def test_gradients_of_the_first_step_are_megatron_cores() -> None:
     """The mean over its microbatches, before clipping."""
-    for case in (Mixture(), Mixture("qwen", "qwen"), Mixture("deepseek", "deepseek")):
+    for case in (
+        Mixture(),
+        Mixture("qwen", "qwen"),
+        Mixture("deepseek", "deepseek"),
+        Mixture("mtp", "mtp2"),
+        Mixture("mla", "mla_mtp"),
+    ):
         engine = make_engine(case)
         assert engine.optimizer is not None
         report = engine.train_step(own_batches(case, engine, 0), lr=0.0)

@@ -77,6 +77,8 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp
     ("name", "layout"),
     [
         ("gpt_oss", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("deepseek_v3", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        pytest.param("deepseek_v2", Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param("glm4_moe", Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param("gpt_oss", Layout(2, 2, 1, 1, stage_layers=(1, 3)), marks=pytest.mark.slow),
     ],

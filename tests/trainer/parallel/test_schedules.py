@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
@@ -83,29 +84,54 @@ def test_no_forward_order_ever_gets_stuck() -> None:
 Communicator = tuple[Channel, frozenset[int]]
 
 
+class Turn(NamedTuple):
+    """Of a ring, inside of a pass: every rank that shares the sequence sends to the next and receives from the one before."""
+
+    action: Action
+    step: int
+
+
 class NCCL:
     """Ranks that walk through programs on communicators that are made lazily: the host of a rank that uses one first is blocked
-    until the other comes too. Within a communicator what was sent first arrives first, whatever it is.
+    until the other comes too. Within a communicator what was sent first arrives first, whatever it is. Rank s * cp + c is the
+    c-th of those that share a sequence on stage s; a turn of their ring is over when all of them have come to it.
     """
 
-    def __init__(self, programs: Sequence[Sequence[Meeting | Operation]]) -> None:
-        self.programs, self.at = programs, [0] * len(programs)
+    def __init__(self, programs: Sequence[Sequence[Meeting | Operation | Turn]], cp: int = 1) -> None:
+        self.programs, self.at, self.cp = programs, [0] * len(programs), cp
+        self.turns = [[item for item in each if isinstance(item, Turn)] for each in programs]
+        self.begun, self.done = ([0] * len(programs) for _ in range(2))
+        """Turns of each rank."""
         self.made: set[Communicator] = set()
         self.sent: dict[tuple[Communicator, int], list[int]] = defaultdict(list)
         """Tags, by communicator and receiver."""
         self.asked: dict[tuple[Communicator, int], list[int]] = defaultdict(list)
 
-    def next(self, rank: int) -> Meeting | Operation | None:
+    def next(self, rank: int) -> Meeting | Operation | Turn | None:
         return self.programs[rank][self.at[rank]] if self.at[rank] < len(self.programs[rank]) else None
 
     def uses(self, rank: int) -> Communicator | None:
         """What this rank's next call goes through, if it is one that makes communicators."""
         item = self.next(rank)
         if isinstance(item, Meeting):
-            return item.channel, frozenset(item.ranks)
-        if item is None or item.edge is None or item.kind == "wait":
+            return item.channel, frozenset(self.beside(rank, stage) for stage in item.ranks)
+        if not isinstance(item, Operation) or item.edge is None or item.kind == "wait":
             return None
-        return channel(item.action, item.edge), frozenset((rank, item.edge.pp_rank))
+        return channel(item.action, item.edge), frozenset((rank, self.beside(rank, item.edge.pp_rank)))
+
+    def beside(self, rank: int, stage: int) -> int:
+        """Who has the same tokens on another stage."""
+        return stage * self.cp + rank % self.cp
+
+    def turn(self, rank: int, item: Turn) -> bool:
+        """Whether the others of its ring have come to the same turn, or further."""
+        first, number = rank // self.cp * self.cp, self.done[rank] + 1
+        ring = range(first, first + self.cp)
+        self.begun[rank] = number
+        assert all(self.turns[other][number - 1] == item for other in ring), "not the turn that the others make"
+        over = all(self.begun[other] >= number for other in ring)
+        self.done[rank] += over
+        return over
 
     def step(self, rank: int) -> bool:
         """Whether this rank could go on."""
@@ -117,12 +143,15 @@ class NCCL:
             if self.uses(other) != through:
                 return False
             self.made.add(through)
+        if isinstance(item, Turn) and not self.turn(rank, item):
+            return False
         if isinstance(item, Operation) and item.edge is not None:
-            where = channel(item.action, item.edge), frozenset((rank, item.edge.pp_rank))
+            other = self.beside(rank, item.edge.pp_rank)
+            where = channel(item.action, item.edge), frozenset((rank, other))
             if item.kind == "post":
                 self.asked[where, rank].append(item.edge.tag)
             elif item.kind == "send":
-                self.sent[where, item.edge.pp_rank].append(item.edge.tag)
+                self.sent[where, other].append(item.edge.tag)
             else:
                 place = self.asked[where, rank].index(item.edge.tag)
                 if len(self.sent[where, rank]) <= place:
@@ -138,15 +167,27 @@ class NCCL:
         return any(self.next(rank) is not None for rank in ranks)
 
 
-def programs(orders: Sequence[Sequence[Action]], vpp: int, *, warm: bool = True) -> list[list[Meeting | Operation]]:
+def programs(
+    orders: Sequence[Sequence[Action]], vpp: int, *, warm: bool = True, cp: int = 1
+) -> list[list[Meeting | Operation | Turn]]:
+    """Stage by stage, each cp times."""
     pp = len(orders)
     return [
         [
             *(meeting for meeting in meetings(pp, vpp) if warm and rank in meeting.ranks),
-            *program(actions, pp, vpp, rank),
+            *(step for operation in program(actions, pp, vpp, rank) for step in with_ring(operation, cp)),
         ]
         for rank, actions in enumerate(orders)
+        for _ in range(cp)
     ]
+
+
+def with_ring(operation: Operation, cp: int) -> Iterator[Operation | Turn]:
+    """A forward pass sends keys and values on cp - 1 times, a backward pass their gradients cp times more."""
+    if operation.kind == "compute" and cp > 1:
+        turns = 2 * cp - 1 if operation.action.backward else cp - 1
+        yield from (Turn(operation.action, step) for step in range(turns))
+    yield operation
 
 
 def test_no_schedule_gets_stuck_where_communicators_are_made_lazily() -> None:
@@ -155,6 +196,24 @@ def test_no_schedule_gets_stuck_where_communicators_are_made_lazily() -> None:
         assert not NCCL(programs(orders, vpp)).gets_stuck(), (pp, vpp, microbatches)
         forward = [forward_order(pp, vpp, microbatches)] * pp
         assert not NCCL(programs(forward, vpp)).gets_stuck(), (pp, vpp, microbatches)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_no_schedule_gets_stuck_where_ranks_share_sequences(cp: int) -> None:
+    for pp, vpp, microbatches in SIZES:
+        if pp <= 4 and microbatches <= 4:
+            orders = [order(pp, vpp, microbatches, rank) for rank in range(pp)]
+            assert not NCCL(programs(orders, vpp, cp=cp), cp).gets_stuck(), (pp, vpp, microbatches)
+
+
+def test_ranks_that_share_a_sequence_but_not_its_order_would_get_stuck() -> None:
+    """A ring of which one rank goes backward first."""
+    orders = [order(2, 1, 4, rank) for rank in range(2)]
+    late = [forward_order(2, 1, 4) + [item for item in actions if item.backward] for actions in orders]
+    mixed = programs(orders, 1, cp=2)
+    mixed[0] = programs(late, 1, cp=2)[0]
+    with pytest.raises(AssertionError, match="not the turn that the others make"):
+        NCCL(mixed, 2).gets_stuck()
 
 
 def test_one_microbatch_would_get_stuck_if_communicators_were_not_made_before() -> None:

@@ -13,7 +13,6 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.passes import Passes
 from megatron_lite.models.rng import mix
 from tests.trainer.parallel.small import (
     BLOCK,
@@ -25,6 +24,7 @@ from tests.trainer.parallel.small import (
     batches,
     make_engine,
     own_batches,
+    saved_bytes,
     step,
     weights_of,
 )  # fmt: skip
@@ -130,31 +130,13 @@ def test_what_is_computed_again_is_the_same_bits(
 
 
 def test_recomputing_keeps_less() -> None:
-    kept = {
-        mode.granularity: saved_bytes(Case("llama", recompute=mode)) for mode in (Case().recompute, SELECTIVE, FULL)
-    }
+    kept = {mode.granularity: kept_bytes(Case("llama", recompute=mode)) for mode in (Case().recompute, SELECTIVE, FULL)}
     assert kept["full"] < 0.5 * kept["selective"]
     assert kept["selective"] < 0.85 * kept[None]
 
 
-def saved_bytes(case: Case) -> int:
-    """What autograd keeps of one forward pass, parameters apart, each storage once."""
-    engine = make_engine(case)
-    parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
-    storages: dict[int, int] = {}
-    held: list[torch.Tensor] = []  # so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
-
-    batch = next(batches(case, 0))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.chunks[0]((), Passes(engine.config, engine.grid.device, torch.float32).make(batch))
-    return sum(storages.values())
+def kept_bytes(case: Case) -> int:
+    return saved_bytes(make_engine(case), next(batches(case, 0)))
 
 
 def test_dropout_draws_anew_for_every_step_microbatch_and_place() -> None:

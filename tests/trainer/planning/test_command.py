@@ -86,8 +86,8 @@ def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "TP 2, PP 2" in out
     assert "DP 2" in out
-    for group in ("tp", "dp", "pp", "world"):
-        assert f"\n{group:>7}  " in out
+    for group in ("tp", "replicas", "pp", "world"):
+        assert f"\n{group:>8}  " in out
 
 
 def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,129 @@
+"""NeMo 1: `.nemo` archives of Megatron core models, or the directory that one unpacks to.
+
+    model_config.yaml                                       never read: --config says what model it is
+    model_weights.ckpt                                      one rank: a torch file of its parameters by name
+    tp_rank_01_pp_rank_000/model_weights.ckpt               of several ranks
+    mp_rank_01/model_weights.ckpt                           of several tensor ranks alone
+    model_weights/                                          a distributed checkpoint instead: not read inside an archive
+    <hash>_tokenizer.model ...                              whatever else the model needs
+
+Names are Megatron core's below `model.`; layers count from 0 on each pipeline rank. Files are read where they lie in the archive.
+Source: save_restore_connector.py and nlp_overrides.py of NeMo 1.23.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files, tar_archive, torch_zip
+from formats.errors import CorruptCheckpoint
+from formats.tensor import InputFile
+from megaconv.errors import UnknownFormat, UnsupportedInput, UsageError
+from megaconv.families import read_config
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
+from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
+from megaconv.megatron.states.names import describe_naming, naming_of
+from megaconv.megatron.states.ranks import RankId, ranks_of_models
+from megaconv.model.ir import OpenedSource
+from megaconv.options import LoadOptions
+
+DESCRIPTION = "NeMo 1 (.nemo, or unpacked) of Megatron core models; needs --config"
+READS_FILES = True
+
+_WEIGHTS = "model_weights.ckpt"
+_DISTRIBUTED = "model_weights/"
+_RANK = re.compile(rf"(?:tp_rank_(\d{{1,5}})_pp_rank_(\d{{1,5}})|mp_rank_(\d{{1,5}}))/{re.escape(_WEIGHTS)}")
+_PREFIX = re.compile(r"(?:model\.|module\.)+")
+_LEGACY = "language_model."
+
+
+def detect(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).is_file() for name in _ranks(_below(path)))
+    return path.is_file() and path.suffix == ".nemo"
+
+
+def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
+    """Raises CheckpointError for an archive that is damaged or reaches out of itself, and for a model that can't be read."""
+    if options.config is None:
+        raise UsageError(
+            f"{path}: the settings of NeMo 1 are not read; give --config with the Hugging Face directory of the model",
+            code="config-needed",
+        )
+    models = {rank: _parameters(state, where) for rank, (state, where) in _states(path).items()}
+    files = dict.fromkeys(models, path)
+    ranks = ranks_of_models(models, files, path)
+    names = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
+    if any(name.startswith(_LEGACY) for name in names):
+        raise UnsupportedInput(
+            f"{path}: has the names of NeMo's models before Megatron core ({_LEGACY}...), which are not supported; convert it with NeMo's "
+            "scripts to a model with mcore_gpt, or to Hugging Face"
+        )
+    # With several stages the last one's copy of a tied embedding can't be told from a head of its own.
+    _, config = read_config(options.config / CONFIG_NAME)
+    args = Namespace(untie_embeddings_and_output_weights=not config.tie_embeddings)
+    source = RankSource(rank_files.RankFiles(path, None, {}), ranks, args)
+    naming = naming_of(names)
+    return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, f"nemo 1, {describe_naming(naming)}"))
+
+
+def _below(path: Path) -> list[str]:
+    return [_WEIGHTS, *(f"{child.name}/{_WEIGHTS}" for child in path.iterdir() if child.is_dir())]
+
+
+def _ranks(names: list[str]) -> dict[str, RankId]:
+    """Name of a file -> its rank, of those that are one's; `model_weights.ckpt` alone is rank 0."""
+    found = {}
+    for name in names:
+        match = _RANK.fullmatch(name)
+        if match:
+            found[name] = RankId(int(match[1] or match[3]), int(match[2] or 0), 0)
+    return found or {name: RankId(0, 0, 0) for name in names if name == _WEIGHTS}
+
+
+def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
+    """What the file of each rank holds, and what messages call it."""
+    if path.is_dir():
+        ranks = {name: rank for name, rank in _ranks(_below(path)).items() if (path / name).is_file()}
+        return {rank: (torch_zip.read(path / name), str(path / name)) for name, rank in ranks.items()}
+    file = InputFile.open(path)
+    members = tar_archive.read_members(file)
+    names = _without_root(list(members))
+    ranks = _ranks(list(names))
+    if not ranks:
+        if any(name.startswith(_DISTRIBUTED) for name in names):
+            raise UnsupportedInput(
+                f"{path}: holds a distributed checkpoint; unpack it (tar xf), and give the directory {_DISTRIBUTED} that comes out"
+            )
+        raise UnknownFormat(f"{path}: holds no {_WEIGHTS}, so that it is no archive of a NeMo model")
+    if len(set(ranks.values())) != len(ranks):
+        raise CorruptCheckpoint(f"{path}: holds two files of one rank")
+    return {rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}") for name, rank in ranks.items()}
+
+
+def _without_root(members: list[str]) -> Mapping[str, str]:
+    """Name below the directory that everything in an archive may lie in -> name."""
+    stripped = {name.partition("/")[2]: name for name in members if "/" in name}
+    roots = {name.split("/")[0] for name in members}
+    is_inside = (
+        len(roots) == 1 and len(stripped) == len(members) and bool(_ranks(list(stripped))) and not _ranks(members)
+    )
+    return stripped if is_inside else {name: name for name in members}
+
+
+def _parameters(state: Any, where: str) -> dict[str, Any]:
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CorruptCheckpoint(f"{where}: expected a dictionary of tensors, found {type(state).__name__}")
+    held = state.get("state_dict", state)
+    if not isinstance(held, dict):
+        raise CorruptCheckpoint(f"{where}: expected a dictionary of tensors, found {type(held).__name__}")
+    found: dict[str, Any] = {}
+    for name, value in held.items():
+        bare = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
+        if bare in found:
+            raise CorruptCheckpoint(f"{where}: has {bare} twice, under different prefixes")
+        found[bare] = value
+    return found

@@ -1,0 +1,26 @@
+"""Sarvam's models with experts and plain attention: tensors named as Ling 2.0's. In no transformers release."""
+
+from megaconv.families import Family
+from megaconv.families.bailing_moe2 import ONLY, PLAIN
+from megaconv.families.glm4_moe import SIGMOID
+from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
+from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.keys import flags
+
+_KEYS = (
+    *decoder_keys(positions=4096, kv_heads=4, head_dim=256, ffn=8192, tokens=(None, 1, 0)),
+    *routed_experts(count=128, per_token=6, width=1024, count_key="num_experts"),
+    shared_experts(count=1, width=1024, key="num_shared_experts"),
+    first_dense(1),
+    *sigmoid_routing(scale=2.5, groups=1, group_topk=1),
+    flags("use_qkv_bias", ("attention.qkv_bias",), default=False),
+    flags("use_qk_norm", ("attention.qk_norm",), default=True),
+)  # fmt: skip
+
+FAMILY = Family(
+    "sarvam_moe", ("SarvamMoEForCausalLM",), "sarvam_moe", PLAIN, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID}, only=ONLY,
+    ignored=IGNORED, recognized=None, proven="names",
+)  # fmt: skip
+"""Not recognized: Megatron's arguments are a GLM 4.5's. Names: Megatron-Bridge at 067f987df03b; defaults: configuration_sarvam_moe.py,
+the class that its files come with."""

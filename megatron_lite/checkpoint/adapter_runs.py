@@ -1,0 +1,125 @@
+"""Checkpoints of runs that train adapters: what peft loads, and beside it what the run needs to go on.
+
+iter_0000100/adapter_config.json, adapter_model.safetensors      peft's; the weights are the optimizer's float32 masters
+iter_0000100/optimizer.safetensors                               `exp_avg.<name>` …, whole matrices, each expert's by itself
+iter_0000100/trainer_state.json                                  progress, and the base that they belong to
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from formats import rank_files, safetensors
+from formats.ceilings import CONFIG_BYTES
+from formats.errors import CorruptCheckpoint
+from formats.regular_files import read_json
+from formats.tensor import LazyTensor
+from megaconv.errors import UsageError
+from megaconv.hub import resolve
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Key
+from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
+from megatron_lite.checkpoint.peft import adapter_files, read_adapter, safetensors_bytes
+from megatron_lite.checkpoint.saver import has_checkpoint
+from megatron_lite.checkpoint.snapshot import Snapshot
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.engine import Engine
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.options import LoRA
+
+OPTIMIZER, STATE = "optimizer.safetensors", "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class AdapterStart:
+    """What a run that trains adapters starts from beside its base."""
+
+    options: LoRA
+    tensors: Mapping[Key, LazyTensor] | None
+    """None: fresh ones."""
+    progress: Progress = Progress()  # noqa: RUF009  # frozen
+    place: Path | None = None
+    base: str | None = None
+    """As the run that is continued called it."""
+
+
+def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | None:
+    """None for a run that trains all weights. Raises CheckpointError."""
+    lora, saving = settings.lora, settings.checkpointing
+    if not lora.wanted:
+        given = [name for name in vars(lora) if name in settings.given]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} goes with --lora-rank (or --lora-load)")
+        return None
+    if saving.save and saving.resume and has_checkpoint(Path(saving.save)):
+        version = rank_files.find_version(Path(saving.save))
+        assert version is not None
+        return _continued(settings, version, config)
+    if lora.lora_load is None:
+        assert lora.lora_rank is not None
+        alpha = 2.0 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha
+        return AdapterStart(LoRA(lora.lora_rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora), None)
+    place = Path(resolve(lora.lora_load))
+    options, tensors = _read(settings, place, config)
+    return AdapterStart(options, {Key(name): tensor for name, tensor in tensors.items()}, place=place)
+
+
+def _read(settings: Settings, place: Path, config: ModelConfig) -> tuple[LoRA, Mapping[str, LazyTensor]]:
+    """Raises UsageError for a flag that contradicts the adapter."""
+    found, lora = read_adapter(place, config), settings.lora
+    stated = {"lora_rank": found.options.rank, "lora_alpha": found.options.alpha, "lora_rslora": found.options.rslora}
+    for name, value in stated.items():
+        if name in settings.given and getattr(lora, name) != value:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(lora, name)} contradicts the adapter {place}, which has {value}; leave the flag out"
+            )
+    options = found.options
+    return LoRA(options.rank, options.alpha, options.targets, lora.lora_dropout, options.rslora), found.tensors
+
+
+def _continued(settings: Settings, version: Path, config: ModelConfig) -> AdapterStart:
+    if not (version / STATE).is_file():
+        raise UsageError(f"--resume: {version} is no checkpoint of adapters; without --lora-rank its run goes on")
+    options, weights = _read(settings, version, config)
+    state = read_json(version / STATE, CONFIG_BYTES)
+    try:
+        progress, base = Progress(**state["progress"]), str(state["base"])
+    except (TypeError, KeyError) as error:
+        raise CorruptCheckpoint(f"{version / STATE}: is not the state of a run ({error})") from error
+    tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in weights.items()}
+    if (version / OPTIMIZER).is_file() and not settings.checkpointing.no_load_optim:
+        for stored, tensor in safetensors.read(version / OPTIMIZER).items():
+            slot, _, name = stored.partition(".")
+            tensors[Key(name, slot)] = tensor
+    else:
+        progress = Progress(**{**asdict(progress), "engine": None})
+    return AdapterStart(options, tensors, progress, version, base)
+
+
+def start_adapters(engine: Engine, start: AdapterStart, seed: int) -> None:
+    """Collective. Raises TensorMismatch."""
+    if start.tensors is None:
+        init_adapters(engine, seed)
+        return
+    load_adapters(engine, start.tensors)
+    if start.progress.engine is not None:
+        engine.load_state(start.progress.engine)
+
+
+def adapter_snapshot(engine: Engine, progress: Progress, base: str, *, with_optimizer: bool) -> Snapshot:
+    """Of the whole model on rank 0. Collective."""
+    options = engine.options.lora
+    assert options is not None
+    found = gather_adapters(engine)
+    if not found:
+        return Snapshot(progress.iteration, {})
+    weights = {key.name: tensor for key, tensor in found.items() if key.slot == WEIGHT}
+    files = adapter_files(weights, engine.config, options, base)
+    state: dict[str, Any] = {"base": base, "progress": asdict(progress)}
+    files[STATE] = (json.dumps(state, indent=2) + "\n").encode()
+    if with_optimizer:
+        kept = {f"{key.slot}.{key.name}": tensor for key, tensor in found.items() if key.slot != WEIGHT}
+        files[OPTIMIZER] = safetensors_bytes(kept)
+    return Snapshot(progress.iteration, {}, files=files)

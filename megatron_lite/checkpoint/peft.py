@@ -1,0 +1,131 @@
+"""An adapter as a directory that peft loads and megaconv merges, and back into the matrices that are trained here.
+
+All experts of a layer are one parameter in transformers, whose adapter peft stacks: A [experts · r, in], an expert's rows one
+after another; B [out, r · experts], of which expert e has columns e, e + experts, e + 2 · experts …
+"""
+
+import io
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.safetensors import SafetensorsLayout
+from formats.tensor import LazyTensor, read_tensor
+from megaconv.engine.adapters.peft_files import CONFIG, open_adapter
+from megaconv.engine.adapters.targets import weights_of
+from megaconv.errors import NotExpressible
+from megaconv.families import family
+from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint.adapters import HeldTensor
+from megatron_lite.models.lora.shares import Module, modules_of
+from megatron_lite.settings.options import LoRA
+
+WEIGHTS = "adapter_model.safetensors"
+_A, _B = "lora_A.weight", "lora_B.weight"
+
+
+def adapter_files(tensors: Mapping[str, Tensor], config: ModelConfig, options: LoRA, base: str) -> dict[str, bytes]:
+    """Contents by name. tensors: whole, float32, by the names of Module.name and the ends above."""
+    named = {where.module.name: where.module for where in modules_of(config).values()}
+    modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
+    stored = {f"base_model.model.{name}": tensor for name, tensor in _stacked(modules, tensors).items()}
+    described = json.dumps(_described(modules, options, base), indent=2, sort_keys=True) + "\n"
+    return {CONFIG: described.encode(), WEIGHTS: safetensors_bytes(stored)}
+
+
+def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    stacks: defaultdict[str, defaultdict[str, list[Module]]] = defaultdict(lambda: defaultdict(list))
+    for module in modules:
+        if module.parameter is None:
+            found |= {f"{module.path}.{end}": tensors[f"{module.name}.{end}"] for end in (_A, _B)}
+        else:
+            stacks[module.path][module.parameter].append(module)
+    for path, parameters in stacks.items():
+        for wrapped, experts in enumerate(reversed(parameters.values())):  # peft wraps the last parameter outermost
+            place = path + ".base_layer" * wrapped
+            ordered = sorted(experts, key=lambda module: module.expert or 0)
+            found[f"{place}.{_A}"] = torch.cat([tensors[f"{module.name}.{_A}"] for module in ordered])
+            found[f"{place}.{_B}"] = torch.stack([tensors[f"{module.name}.{_B}"] for module in ordered], -1).flatten(1)
+    return found
+
+
+def _described(modules: Sequence[Module], options: LoRA, base: str) -> dict[str, Any]:
+    """adapter_config.json. Modules by two words, since one may be two modules' (GPT-2's c_proj)."""
+    linear = [module for module in modules if module.parameter is None]
+    parameters = [module for module in modules if module.parameter is not None]
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": options.rank,
+        "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora, "bias": "none",
+        "inference_mode": True, "fan_in_fan_out": any(module.transposed for module in linear), "init_lora_weights": True,
+        "target_modules": sorted({_last_two(module.path) for module in linear}),
+        "target_parameters": sorted({f"{_last_two(module.path)}.{module.parameter}" for module in parameters}) or None,
+    }  # fmt: skip
+
+
+def _last_two(path: str) -> str:
+    return ".".join(path.split(".")[-2:])
+
+
+def safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """A file of float32 tensors."""
+    layout = SafetensorsLayout({name: (tuple(tensor.shape), "float32") for name, tensor in tensors.items()})
+    content = io.BytesIO()
+    for offset, data in layout.headers({}):
+        content.seek(offset)
+        content.write(data)
+    for name, tensor in tensors.items():
+        content.seek(layout.records[name].offset)
+        content.write(tensor.contiguous().numpy().tobytes())
+    return content.getvalue()
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    options: LoRA
+    tensors: Mapping[str, LazyTensor]
+    """Whole, by the names that load_adapters takes."""
+
+
+def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
+    """Raises CheckpointError for what is no adapter of this model; NotExpressible for one that can't be trained on here."""
+    adapter = open_adapter(directory)
+    described = adapter.config
+    refused = [
+        (described.dora, "DoRA"), (adapter.replaced, "whole tensors of its own"), (described.ranks, "ranks of its own for some modules"),
+        (described.alphas, "an alpha of its own for some modules"), (any(m.bias for m in adapter.modules), "biases"),
+        (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
+    ]  # fmt: skip
+    for wrong, what in refused:
+        if wrong:
+            raise NotExpressible(
+                f"{directory}: the adapter has {what}, which can't be trained here; megaconv merge merges it"
+            )
+    by_name: defaultdict[tuple[str, str | None], list[Module]] = defaultdict(list)
+    for where in modules_of(config).values():
+        if where.module not in by_name[where.module.path, where.module.parameter]:
+            by_name[where.module.path, where.module.parameter].append(where.module)
+    tensors: dict[str, LazyTensor] = {}
+    targets: set[str] = set()
+    for module, native in weights_of(adapter, family(config.family), config):
+        path, _, last = native.name.rpartition(".")
+        own = sorted(by_name[path, None if last == "weight" else last], key=lambda found: found.expert or 0)
+        if not own:
+            raise NotExpressible(f"{directory}: has an adapter of {native.name}, which can't be trained here")
+        targets.add(_last_two(path) if last == "weight" else f"{_last_two(path)}.{last}")
+        a, b = _floats(module.a), _floats(module.b)
+        for number, each in enumerate(own):
+            tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
+            tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
+    return ReadAdapter(LoRA(described.rank, described.alpha, tuple(sorted(targets)), rslora=described.rslora), tensors)
+
+
+def _floats(tensor: LazyTensor) -> Tensor:
+    stored = torch.from_numpy(read_tensor(tensor)).view(getattr(torch, tensor.dtype))
+    return stored.float().view(tuple(tensor.shape))

@@ -1,0 +1,169 @@
+"""What BERT and T5 are shown, and what they are to say: the arrays of megatron-core's data sets, from the same draws."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaconv.errors import UsageError
+from megatron_lite.data.masked.masking import Masked, Masking, mask
+
+Array = NDArray[np.int64]
+MASK_EACH, RANDOM_EACH = 0.8, 0.5
+"""BERT: how often a hidden token becomes [MASK], and of the others how often any word."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What is to be known of a tokenizer."""
+
+    words: int
+    continues: NDArray[np.bool_]
+    """By token, whether it goes on with the word before it: it begins with ##."""
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    bos: int = -1
+    eos: int = -1
+    sentinels: Sequence[int] = ()
+    """T5's, in order."""
+
+    @property
+    def filler(self) -> int:
+        """The padding while a sample is made: -1 where the token for it has another purpose too."""
+        return -1 if self.pad in (self.cls, self.sep, self.mask, self.bos, self.eos) else self.pad
+
+
+class BertSample(NamedTuple):
+    """Of shape [length]."""
+
+    text: Array
+    types: Array
+    """0: [CLS], the first part and its [SEP]; 1: the second one and its [SEP]."""
+    labels: Array
+    """What was there, where something was hidden; elsewhere -1, or 0 where that is the padding."""
+    is_random: int
+    """Whether the parts have changed places."""
+    padding_mask: Array
+    loss_mask: Array
+    truncated: int
+
+
+def bert_sample(
+    sentences: Sequence[Sequence[int]],
+    longest: int,
+    length: int,
+    seed: int,
+    masking: Masking,
+    words: Vocabulary,
+    *,
+    two_parts: bool,
+) -> BertSample:
+    """sentences, longest: as the mapping has them. seed: the data set's, plus the sample's number. two_parts: with a binary head."""
+    random = np.random.RandomState(seed % 2**32)
+    pivot, swapped = len(sentences), False
+    if two_parts:
+        pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
+        swapped = bool(random.random_sample() < 0.5)
+    parts = [[token for sentence in part for token in sentence] for part in (sentences[:pivot], sentences[pivot:])]
+    first, second = reversed(parts) if swapped else parts
+    truncated = len(first) + len(second) > longest
+    _trim(first, second, longest, random)
+    tokens = [words.cls, *first, words.sep, *(second and [*second, words.sep])]
+    types = np.zeros(length, np.int64)
+    types[len(first) + 2 : len(tokens)] = 1
+    types[len(tokens) :] = words.filler
+    never = frozenset((words.cls, words.sep))
+
+    def draw(random: np.random.RandomState) -> int | None:
+        if random.random_sample() < MASK_EACH:
+            return words.mask
+        return int(random.randint(0, words.words)) if random.random_sample() >= RANDOM_EACH else None
+
+    masked = mask(tokens, longest, masking, random, continues=words.continues, never=never, draw=draw)
+    text = _padded(masked.tokens, length, words.filler)
+    labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
+    for span in masked.spans:
+        labels[span.places], loss_mask[span.places] = span.tokens, 1
+    padding_mask = np.where(text == words.filler, words.filler, 1)
+    text[text == words.filler] = 0
+    labels[labels == words.filler] = 0
+    return BertSample(text, types, labels, int(swapped), padding_mask, loss_mask, int(truncated))
+
+
+def _trim(first: list[int], second: list[int], longest: int, random: np.random.RandomState) -> None:
+    """Token by token, from either end of the longer part."""
+    while len(first) + len(second) > longest:
+        longer = first if len(first) > len(second) else second
+        del longer[0 if random.random_sample() < 0.5 else -1]
+
+
+class T5Sample(NamedTuple):
+    """Of shape [length] and [decoder length]."""
+
+    text_enc: Array
+    text_dec: Array
+    labels: Array
+    loss_mask: Array
+    truncated: int
+    enc_mask: Array
+    dec_mask: Array
+
+
+def t5_sample(
+    sentences: Sequence[Sequence[int]],
+    longest: int,
+    length: int,
+    decoder_length: int,
+    seed: int,
+    masking: Masking,
+    words: Vocabulary,
+) -> T5Sample:
+    """As bert_sample. Raises UsageError for more runs than there are sentinels, or than the decoder has room for."""
+    random = np.random.RandomState(seed % 2**32)
+    tokens = [token for sentence in sentences for token in sentence]
+    truncated = len(tokens) > longest
+    masked = mask(
+        tokens[:longest], longest, masking, random, continues=words.continues, never=frozenset((words.cls, words.sep)),
+        draw=lambda _: words.mask,
+    )  # fmt: skip
+    shown, said = _around_sentinels(masked, words)
+    if len(said) + 1 > decoder_length:
+        raise UsageError(
+            f"a sample hides {len(said)} tokens and sentinels, the decoder has room for {decoder_length - 1}; "
+            "give a longer --decoder-seq-length, or hide less (--mask-prob)"
+        )
+    encoder, decoder = _padded(shown, length, words.filler), _padded([words.bos, *said], decoder_length, words.filler)
+    labels = _padded([*said, words.eos], decoder_length, -1)
+    loss_mask = (np.arange(decoder_length) <= len(said)).astype(np.int64)
+    masks = [(text != words.filler).astype(np.int64) for text in (encoder, decoder)]
+    for text in (encoder, decoder, labels):
+        text[text == words.filler] = 0
+    return T5Sample(encoder, decoder, labels, loss_mask, int(truncated), masks[0], masks[1])
+
+
+def _around_sentinels(masked: Masked, words: Vocabulary) -> tuple[list[int], list[int]]:
+    """(the text with a sentinel in each run's place, each sentinel with what was there)."""
+    if len(masked.spans) > len(words.sentinels):
+        raise UsageError(
+            f"a sample has {len(masked.spans)} runs of hidden words, the vocabulary {len(words.sentinels)} tokens that stand for one: "
+            f"--vocab-extra-ids has to be {len(masked.spans)} or more"
+        )
+    shown: list[int] = []
+    said: list[int] = []
+    done = 0
+    for sentinel, span in zip(words.sentinels, masked.spans, strict=False):
+        shown += [*masked.tokens[done : span.places[0]], sentinel]
+        said += [sentinel, *span.tokens]
+        done = span.places[-1] + 1
+    return shown + masked.tokens[done:], said
+
+
+def _padded(tokens: Sequence[int], length: int, filler: int) -> Array:
+    """Raises UsageError for more tokens than the length."""
+    if len(tokens) > length:
+        raise UsageError(f"a sample of {len(tokens)} tokens is longer than the sequence of {length}")
+    return np.array([*tokens, *[filler] * (length - len(tokens))], np.int64)

@@ -1,0 +1,1 @@
+"""How good a model is: Megatron's zero-shot tasks, and any of lm-eval's."""

@@ -1,0 +1,167 @@
+"""Megatron's zero-shot tasks: perplexity by word of WikiText, and the last words of LAMBADA.
+
+Windows, masks, texts and sums are those of tasks/zeroshot_gpt of Megatron-LM (datasets.py, detokenizer.py, evaluate.py), which was
+there up to core 0.12. One thing is otherwise: with several data-parallel ranks Megatron counts some samples twice, to fill up.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.errors import CorruptCheckpoint
+from megaconv.errors import UsageError
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.inference.slots import LanguageModel
+
+_HIGHEST = 20.0
+"""Losses beyond it don't become perplexities: e^20 stands for all of them."""
+_ROWS = 32
+"""That are scored together."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A row of a task, without padding."""
+
+    tokens: tuple[int, ...]
+    counted: int
+    """So many of its last tokens count."""
+
+
+def wikitext_windows(tokens: Sequence[int], length: int, stride: int | None = None) -> Iterator[Window]:
+    """A text in rows of length + 1 tokens, each `stride` (length) behind the one before. Every token but the first counts once."""
+    stride = stride or length
+    count = max(math.ceil(max(len(tokens) - 1 - stride, 0) / stride) + 1, 1)
+    for number in range(count):
+        row = tuple(tokens[number * stride : number * stride + length + 1])
+        before = length - stride if number and stride != length else 0  # those the last window had
+        yield Window(row, len(row) - 1 - min(before, len(row) - 1))
+
+
+def lambada_window(text: str, tokenize: Callable[[str], list[int]], *, strict: bool) -> Window:
+    """strict: the last word counts, as tokens of its own; else the last token."""
+    if not strict:
+        return Window(tuple(tokenize(text)), 1)
+    word = text.split()[-1]
+    label = tokenize(" " + word)
+    return Window((*tokenize(text[: text.rfind(word)].strip()), *label), len(label))
+
+
+Replacements = tuple[tuple[str, str], ...]
+
+_BEFORE_BRACKETS: Replacements = (
+    ("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+)  # fmt: skip
+_PAIRS = (r"\(\s*([^\)]*?)\s*\)", r"\[\s*([^\]]*?)\s*\]", r"{\s*([^}]*?)\s*}", r'"\s*([^"]*?)\s*"', r"'\s*([^']*?)\s*'")
+"""Brackets and quotes with spaces at their inner sides."""
+_AFTER_BRACKETS: Replacements = (
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+_PTB: Replacements = (
+    (" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", "1 "), ("$ 1", "$1"), ("# 1", "#1"),
+)  # fmt: skip
+
+
+def wikitext_text(text: str) -> str:
+    """As it was before it was split into words."""
+    text = _replaced(text, _BEFORE_BRACKETS)
+    for pattern in _PAIRS:
+        text = re.sub(pattern, lambda found: found[0][0] + found[1] + found[0][-1], text)
+    return _replaced(text, _AFTER_BRACKETS)
+
+
+def _replaced(text: str, replacements: Replacements) -> str:
+    for old, new in replacements:
+        text = text.replace(old, new)
+    return text
+
+
+def text_of(path: Path) -> Callable[[str], str]:
+    """What joins the words of a data set, which Megatron knows by the path. Raises UsageError."""
+    known: dict[str, Callable[[str], str]] = {
+        "ptb": lambda text: _replaced(text, _PTB),
+        "wiki": wikitext_text,
+        "lambada": lambda text: text,
+    }
+    for word, join in known.items():
+        if word in str(path):
+            return join
+    raise UsageError(
+        f"{path}: nothing in this path says how its words are to be joined; it should have one of {', '.join(known)} in it"
+    )
+
+
+def wikitext(
+    model: LanguageModel, tokenizer: Tokenizer, path: Path, length: int, stride: int | None = None
+) -> dict[str, float]:
+    """Loss and perplexity by token and by word. Raises UsageError, CorruptCheckpoint."""
+    if stride is not None and not 0 < stride <= length:
+        raise UsageError(f"--overlapping-eval {stride} has to be between 1 and the sequence length, {length}")
+    text = _read(path)
+    words = len(text.strip().split(" "))
+    tokens = tokenizer.tokenize(text_of(path)(text))
+    if len(tokens) < 2 or words < 2:
+        raise CorruptCheckpoint(f"{path}: has {words} words and {len(tokens)} tokens; there is nothing to predict")
+    total = 0.0
+    for windows in _groups(wikitext_windows(tokens, length, stride)):
+        for window, scored in zip(windows, model.score([window.tokens for window in windows]), strict=True):
+            total -= float(scored.log_probs[len(window.tokens) - 1 - window.counted :].double().sum())
+    loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / (words - 1)
+    return {
+        "loss": loss, "perplexity": math.exp(min(_HIGHEST, loss)), "word_perplexity": math.exp(min(_HIGHEST, loss * ratio)),
+        "token_ratio": ratio, "tokens": len(tokens), "words": words,
+    }  # fmt: skip
+
+
+def lambada(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, strict: bool) -> dict[str, float]:
+    """How many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint."""
+    right = count = 0
+    for windows in _groups(_lambada_windows(path, tokenizer, strict=strict)):
+        for window, scored in zip(windows, model.score([window.tokens for window in windows]), strict=True):
+            right += bool(scored.greedy[len(window.tokens) - 1 - window.counted :].all())
+            count += 1
+    if not count:
+        raise CorruptCheckpoint(f"{path}: has no lines")
+    return {"accuracy": right / count, "right": right, "examples": count}
+
+
+def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Iterator[Window]:
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text: Any = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f'{path}, line {number}: expected {{"text": ...}}, found {line[:60]!r}') from error
+        if not isinstance(text, str) or not text.strip():
+            raise CorruptCheckpoint(f"{path}, line {number}: has no text")
+        window = lambada_window(text, tokenizer.tokenize, strict=strict)
+        if len(window.tokens) <= window.counted:
+            raise CorruptCheckpoint(f"{path}, line {number}: has one word alone, and nothing to predict it by")
+        yield window
+
+
+def _groups(windows: Iterator[Window]) -> Iterator[list[Window]]:
+    group: list[Window] = []
+    for window in windows:
+        group.append(window)
+        if len(group) == _ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:  # line ends stay as they are
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"{path}: can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpoint(f"{path}: is not UTF-8: {error}") from error

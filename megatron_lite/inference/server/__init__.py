@@ -1,0 +1,1 @@
+"""A model behind HTTP: OpenAI's routes and Megatron's, one running batch behind all of them."""

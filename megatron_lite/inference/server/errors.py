@@ -1,0 +1,42 @@
+"""Why a request is refused, with the status of HTTP that says so."""
+
+
+class Refused(Exception):
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        """field: of the request. code: for programs."""
+        super().__init__(message)
+        self.message, self.field, self.code = message, field, code
+
+
+class UnknownModel(Refused):
+    status = 404
+
+
+class WrongKey(Refused):
+    status = 401
+    kind = "authentication_error"
+
+
+class TooLarge(Refused):
+    status = 413
+
+
+class Overloaded(Refused):
+    status = 429
+    kind = "overloaded_error"
+
+
+class ShuttingDown(Refused):
+    status = 503
+    kind = "overloaded_error"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
+class TimedOut(Refused):
+    status = 504
+    kind = "timeout_error"

@@ -1,0 +1,164 @@
+"""Requests of OpenAI's routes as requests to a running batch: every field is heeded or refused."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megaconv.errors import UsageError
+from megatron_lite.inference.batching import Request, check
+from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.prompts import encode, encode_chat
+from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.server.errors import Refused, UnknownModel
+from megatron_lite.inference.server.fields import Fields
+from megatron_lite.models.rng import mix
+
+MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, MOST_ALTERNATIVES = 128, 128, 16, 20
+_PENALTIES: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a client asked for."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    """0: nothing is generated; the prompt alone is judged."""
+    choices: int
+    """Of each prompt."""
+    sampling: Sampling
+    stop: tuple[str, ...]
+    log_probs: int | None
+    echo: bool
+    stream: bool
+    usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+
+    def requests(self, stop_ids: frozenset[int]) -> list[Request]:
+        """Choices of one prompt side by side; each has a seed of its own."""
+        return [
+            Request(prompt, self.max_tokens, self._seeded(which), stop_ids, self.log_probs)
+            for prompt in self.prompts
+            for which in range(self.choices)
+        ]
+
+    def _seeded(self, which: int) -> Sampling:
+        return replace(self.sampling, seed=mix(self.sampling.seed, which)) if which else self.sampling
+
+
+def completion(fields: Fields, opened: Opened, name: str) -> Wanted:
+    """Of /v1/completions. Raises Refused."""
+    prompts = _prompts(fields.any("prompt"), opened)
+    echo = fields.boolean("echo")
+    choices = fields.integer("n", 1, 1, MOST_CHOICES)
+    fields.only({"best_of": (choices,), "suffix": ("",)})
+    max_tokens = fields.integer("max_tokens", 16, 0, opened.model.length)
+    if max_tokens == 0 and not echo:
+        raise Refused("max_tokens 0 goes with echo alone: nothing would come back", "max_tokens")
+    wanted = _shared(
+        fields, opened, name, prompts, max_tokens, choices, fields.integer("logprobs", None, 0, MOST_ALTERNATIVES)
+    )
+    return replace(wanted, echo=echo)
+
+
+def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
+    """Of /v1/chat/completions. Raises Refused."""
+    try:
+        prompt = encode_chat(opened.tokenizer, _messages(fields.any("messages")))
+    except UsageError as error:
+        raise Refused(str(error), "messages") from error
+    fields.only(
+        {
+            "tools": ([],),
+            "tool_choice": ("none", "auto"),
+            "response_format": ({"type": "text"},),
+            "modalities": (["text"],),
+        }
+    )
+    room = max(opened.model.length - len(prompt), 1)
+    older = fields.integer("max_tokens", room, 1, opened.model.length)
+    max_tokens = fields.integer("max_completion_tokens", older, 1, opened.model.length)
+    choices = fields.integer("n", 1, 1, MOST_CHOICES)
+    alternatives = fields.integer("top_logprobs", 0, 0, MOST_ALTERNATIVES)
+    log_probs = alternatives if fields.boolean("logprobs") else None
+    if alternatives and log_probs is None:
+        raise Refused("top_logprobs needs logprobs", "top_logprobs")
+    return _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs)
+
+
+def _shared(
+    fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None
+) -> Wanted:  # fmt: skip
+    model = fields.any("model")
+    if model is not None and model != name:
+        raise UnknownModel(f"there is no model {model!r:.100} here, but {name!r}", "model", "model_not_found")
+    fields.only(_PENALTIES)
+    seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
+    sampling = Sampling(
+        fields.number("temperature", 1.0, 0, 100), fields.integer("top_k", 0, 0, opened.config.vocab),
+        fields.number("top_p", 1.0, 1e-9, 1), fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
+        secrets.randbits(62) if seed is None else seed,
+    )  # fmt: skip
+    stop, stream = fields.words("stop", MOST_STOPS), fields.boolean("stream")
+    usage = _stream_options(fields.any("stream_options"), stream=stream)
+    fields.finish()
+    for prompt in prompts:
+        try:
+            check(Request(prompt, max(max_tokens, 1)), opened.model.length + (max_tokens == 0))
+        except UsageError as error:
+            raise Refused(str(error), "prompt", "context_length_exceeded") from error
+    return Wanted(prompts, max_tokens, choices, sampling, stop, log_probs, False, stream, usage)
+
+
+def _stream_options(value: Any, *, stream: bool) -> bool:
+    if value is None:
+        return False
+    if not stream or not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+        raise Refused("stream_options goes with stream, and has include_usage alone", "stream_options")
+    return bool(value.get("include_usage"))
+
+
+def _prompts(value: Any, opened: Opened) -> tuple[tuple[int, ...], ...]:
+    """A text, texts, a row of token ids, rows of them."""
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise Refused("prompt should be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
+    if len(value) > MOST_PROMPTS:
+        raise Refused(f"{len(value)} prompts are more than {MOST_PROMPTS}", "prompt")
+    return tuple(_prompt(each, opened) for each in value)
+
+
+def _prompt(value: Any, opened: Opened) -> tuple[int, ...]:
+    if isinstance(value, str):
+        try:
+            return encode(opened.tokenizer, value)
+        except UsageError as error:
+            raise Refused(str(error), "prompt") from error
+    if isinstance(value, list) and all(type(token) is int and 0 <= token < opened.config.vocab for token in value):
+        return tuple(value)
+    raise Refused(f"a prompt should be a text or token ids below {opened.config.vocab}, found {value!r:.60}", "prompt")
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise Refused("messages should be a list of messages", "messages")
+    found = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(
+                f"message {number} should be an object with role and content, found {message!r:.60}", "messages"
+            )
+        found.append({**message, "content": _content(message.get("content"), number)})
+    return found
+
+
+def _content(value: Any, number: int) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        return "".join(str(part.get("text", "")) for part in value)
+    raise Refused(f"the content of message {number} should be text, found {value!r:.60}", "messages")

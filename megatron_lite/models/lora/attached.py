@@ -1,0 +1,105 @@
+"""Adapters beside all matrices of a chunk that are to have one, and what there is to know of each of their parameters."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from formats.tensor import Box
+from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
+from megaconv.model.natives import NativeTensor, Region
+from megatron_lite.models.layer import Layer
+from megatron_lite.models.lora.adapter import Adapter, Pair, Sharding
+from megatron_lite.models.lora.shares import Module, Share, modules_of, shares_of
+from megatron_lite.models.moe.experts import ExpertMatrix
+from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, TensorGroup
+from megatron_lite.settings.options import LoRA
+
+ALL_LINEAR = "all-linear"
+_SHARDING = (
+    ((NormColumnLinear, ColumnLinear), Sharding.COLUMNS), ((RowLinear,), Sharding.ROWS), ((ExpertMatrix,), Sharding.EXPERTS),
+)  # fmt: skip
+_LAYER = re.compile(r"decoder\.layers\.\d+(?=\.)")
+
+
+def attach(
+    chunk: nn.Module, natives: Iterable[NativeTensor], config: ModelConfig, options: LoRA, ranks: TensorGroup
+) -> Iterator[tuple[NativeTensor, Kind]]:
+    """Put adapters beside the matrices of a chunk, and tell of their parameters, in the order of a forward pass.
+
+    chunk: on the meta device, as what is made. natives: its own parameters, in that order. Raises NotExpressible.
+    """
+    modules, numbers = modules_of(config), Counter[int]()
+    for own in natives:
+        path, _, last = own.name.rpartition(".")
+        matrix, layer = chunk.get_submodule(path), _LAYER.match(own.name)
+        if last != "weight" or layer is None or (sharding := _sharding(matrix)) is None:
+            continue
+        shares = [share for share in shares_of(own, modules) if is_target(share.module, path, options.targets)]
+        if shares:
+            owner = chunk.get_submodule(layer[0])
+            assert isinstance(owner, Layer)
+            numbers[owner.layer] += 1
+            place = owner.layer, numbers[owner.layer]
+            adapter = Adapter(shares, own.shape[0], options, sharding, ranks, place)
+            matrix.adapter = adapter
+            yield from _parameters(adapter, f"{path}.adapter.pairs", shares)
+    for module in chunk.modules():
+        if isinstance(module, Layer):
+            _seed_before(module)
+
+
+def _sharding(matrix: nn.Module) -> Sharding | None:
+    return next((sharding for kinds, sharding in _SHARDING if isinstance(matrix, kinds)), None)
+
+
+def is_target(module: Module, core: str, targets: Sequence[str]) -> bool:
+    """Whether one of the words is the end of the module's path in transformers' model, or in Megatron's, `core`."""
+    name = f"{module.path}.{module.parameter}" if module.parameter else module.path
+    return any(
+        word == ALL_LINEAR or any(path == word or path.endswith(f".{word}") for path in (name, core))
+        for word in targets
+    )
+
+
+def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -> None:
+    """Raises UsageError for words that no module of the model's decoder ends with. found: whether a matrix has an adapter."""
+    known = {where.module.key for where in modules_of(config).values()} | {
+        "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", ALL_LINEAR,
+    }  # fmt: skip
+    for word in targets:
+        if word.rpartition(".")[2] not in known:
+            raise UsageError(f"--lora-targets {word}: is no matrix of this model; there are {', '.join(sorted(known))}")
+    if not found:
+        raise UsageError(f"--lora-targets {' '.join(targets)}: no matrix of this model's layers is among them")
+
+
+def _seed_before(layer: nn.Module) -> None:
+    """Have a layer tell its adapters the seed of the pass, also when it is computed again."""
+    adapters = [module for module in layer.modules() if isinstance(module, Adapter)]
+
+    def tell(_: nn.Module, arguments: tuple[object, ...]) -> None:
+        for adapter in adapters:
+            adapter.seed = getattr(arguments[1], "seed", None)
+
+    if adapters and adapters[0].options.dropout:
+        layer.register_forward_pre_hook(tell)
+
+
+def _parameters(adapter: Adapter, path: str, shares: Sequence[Share]) -> Iterator[tuple[NativeTensor, Kind]]:
+    for share in shares:
+        pair, rank = adapter.pairs[share.module.key], adapter.options.rank
+        assert isinstance(pair, Pair)
+        place = f"{path}.{share.module.key}"
+        a = (Region(Box(0, rank, *share.columns), 0),)
+        b, row = [], 0
+        for run in share.rows:
+            b.append(Region(Box(run.whole, run.whole + run.size, 0, rank), row))
+            row += run.size
+        for name, end, regions in (("lora_a", "lora_A", a), ("lora_b", "lora_B", tuple(b))):
+            kind, shape = pair.kinds[name], tuple(pair.get_parameter(name).shape)
+            native = NativeTensor(f"{place}.{name}", {f"{share.module.name}.{end}.weight": regions}, shape, kind.copied)
+            yield native, kind

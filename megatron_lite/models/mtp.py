@@ -1,0 +1,94 @@
+"""Multi-token prediction (DeepSeek-V3): layers behind the last, each of which predicts one token further ahead.
+
+    h_d = final_norm(layer(join [norm(embedding of token t + d) ; norm(h_{d-1} of t)]))         h_0: of the decoder, behind its norm
+
+The head is the model's own. Tokens, labels and their weights move one place to the left with every layer; at the end of a row,
+and of each document, nothing is left to predict. Source: megatron/core/transformer/multi_token_prediction.py.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.models import recompute
+from megatron_lite.models.layer import Layer
+from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.plan import Plan
+from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.tensor import Norm, column_linear, joined_columns
+
+
+class Join(nn.Module):
+    """A matrix sharded by its output, whose parts are joined again."""
+
+    kinds: ClassVar = {"weight": Kind.SHARDED}
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.ranks = plan.ranks
+        self.weight = nn.Parameter(torch.empty(plan.config.hidden // plan.ranks.size, 2 * plan.config.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return joined_columns(column_linear(x, self.weight, None, self.ranks), self.ranks)
+
+
+class PredictionLayer(nn.Module):
+    def __init__(self, plan: Plan, depth: int) -> None:
+        super().__init__()
+
+        def norm() -> Norm:
+            return Norm(plan.config.hidden, plan.config.norm.epsilon, with_bias=plan.norm_bias)
+
+        self.enorm, self.hnorm, self.eh_proj = norm(), norm(), Join(plan)
+        self.transformer_layer = Layer(plan, plan.config.layer_count + depth)
+        self.final_layernorm = norm()
+
+    def forward(self, embedded: Tensor, hidden: Tensor, run: Pass) -> Tensor:
+        """Both [sequence (/ tp), batch, hidden], as what comes back."""
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        made: Tensor = self.final_layernorm(self.transformer_layer(joined, run))
+        return made
+
+
+class Prediction(NamedTuple):
+    """What goes into the head, the labels that it has to find, [batch, sequence], and how much each of them counts."""
+
+    hidden: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+class Predictions(nn.Module):
+    """All of them; on the last stage."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.recompute = plan.options.recompute
+        self.layers = nn.ModuleList(PredictionLayer(plan, depth) for depth in range(plan.config.mtp_layers))
+
+    def forward(
+        self, hidden: Tensor, run: Pass, weights: Tensor, embed: Callable[[Tensor], Tensor]
+    ) -> Iterator[Prediction]:
+        """weights float32 [batch, sequence]: of run.labels. embed: of tokens [batch, sequence]."""
+        tokens, labels, ends = run.tokens, run.labels, _ends(run.tokens, run.packed)
+        for layer in self.layers:
+            tokens, labels, weights = (x.roll(-1, 1).masked_fill(ends, 0) for x in (tokens, labels, weights))
+            embedded = embed(tokens)
+
+            def through(layer: nn.Module, x: Tensor, embedded: Tensor = embedded) -> Any:
+                return layer(embedded, x, run)
+
+            hidden = recompute.run_layers([layer], hidden, through, self.recompute)
+            yield Prediction(hidden, labels, weights)
+
+
+def _ends(tokens: Tensor, packed: Packed | None) -> Tensor:
+    """bool [batch, sequence]: the last token of each document."""
+    ends = torch.zeros_like(tokens, dtype=torch.bool)
+    if packed is None:
+        ends[:, -1] = True
+    else:
+        ends.view(-1)[packed.cu_seqlens[1:].long() - 1] = True
+    return ends

@@ -1,0 +1,255 @@
+"""The server from outside: the official client, plain requests, many at a time, and its end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.inference.conversations import decoded, save
+from tests.trainer.inference.models import slots_of
+
+for package in ("starlette", "uvicorn"):
+    pytest.importorskip(package, reason=f"{package} is not installed (extra `serve`)")
+
+pytestmark = pytest.mark.oracle
+
+KEY = "a key"
+
+
+class Serving:
+    def __init__(self, directory: Path, *flags: str, world: int = 1) -> None:
+        words = ["-m", "megatron_lite", "serve", "--load", str(directory), "--port", "0", "--api-key", KEY, *flags]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+        starts = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
+        self.process = subprocess.Popen(
+            [sys.executable, *starts, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "serving" in line, self.process.communicate()
+        self.url = line.split()[3].rstrip(",")
+
+    def ask(self, route: str, body: Any = None, *, method: str | None = None, key: str = KEY) -> tuple[int, Any]:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + route, data, {"Authorization": f"Bearer {key}"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, _parsed(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, _parsed(error.read())
+
+    def end(self) -> tuple[int, str]:
+        """Status and errors after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            _, errors = self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
+        return self.process.returncode, errors
+
+    def metric(self, name: str) -> float:
+        _, text = self.ask("/metrics")
+        return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"megatron_lite_{name} ")))
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("chat")
+    return directory, save(directory)
+
+
+@pytest.fixture(scope="module")
+def serving(model: tuple[Path, Any]) -> Iterator[Serving]:
+    running = Serving(model[0], "--slots", "3", "--max-waiting", "60", "--served-model-name", "tiny")
+    yield running
+    status, errors = running.end()
+    assert (status, errors) == (0, "")
+
+
+def expected(model: tuple[Path, Any], text: str, count: int) -> str:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(model[0])(text, return_tensors="pt").input_ids
+    found = model[1].generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return decoded(model[0], found[0, ids.shape[1] :])
+
+
+def test_the_official_client_gets_its_answers(serving: Serving, model: tuple[Path, Any]) -> None:
+    openai = pytest.importorskip("openai", reason="the client openai is not installed")
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0)
+    assert [each.id for each in client.models.list()] == ["tiny"]
+    whole = client.completions.create(model="tiny", prompt=["Hello", "one"], max_tokens=8, temperature=0, logprobs=2)
+    assert [choice.text for choice in whole.choices] == [expected(model, "Hello", 8), expected(model, "one", 8)]
+    assert len(whole.choices[0].logprobs.token_logprobs) == 8
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (8, 16)
+    messages = [{"role": "user", "content": "hi"}]
+    said = expected(model, "<|user|>hi<|end|><|assistant|>", 6)
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].message.content == said
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+    parts = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=6,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == said
+    assert parts[-1].usage.completion_tokens == 6
+    with pytest.raises(openai.BadRequestError, match="room for 96"):
+        client.completions.create(model="tiny", prompt="x" * 90, max_tokens=20)
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{serving.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_a_prompt_is_judged_without_generating(serving: Serving, model: tuple[Path, Any]) -> None:
+    """What lm-eval's local-completions asks for."""
+    row = [7, 9, 30, 31]
+    status, found = serving.ask("/v1/completions", {"prompt": row, "max_tokens": 0, "echo": True, "logprobs": 1})
+    assert status == 200
+    values = found["choices"][0]["logprobs"]["token_logprobs"]
+    assert values[0] is None
+    assert values[1:] == pytest.approx(slots_of(model[1]).score([row])[0].log_probs.tolist(), abs=1e-4)
+
+
+def test_choices_differ_and_a_seed_repeats_them(serving: Serving) -> None:
+    body = {"prompt": "Hello", "max_tokens": 6, "n": 4, "seed": 5, "temperature": 1.5}
+    first, again = (serving.ask("/v1/completions", body)[1] for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in again["choices"]]
+    assert len(set(texts)) > 1
+
+
+def test_megatrons_route_answers_as_megatron_does(serving: Serving, model: tuple[Path, Any]) -> None:
+    body = {"prompts": ["Hello", "one two"], "tokens_to_generate": 5, "top_k": 1, "logprobs": True}
+    status, found = serving.ask("/api", body, method="PUT")
+    assert status == 200
+    assert found["text"][1] == "one two" + expected(model, "one two", 5)
+    assert ["".join(words) for words in found["segments"]] == found["text"]
+    assert len(found["logprobs"][1]) == 7 + 5 - 1
+    beams = serving.ask(
+        "/api", {"prompts": ["Hello"], "tokens_to_generate": 4, "beam_width": 2, "stop_token": 0}, method="PUT"
+    )
+    assert len(beams[1]["text"]) == len(beams[1]["scores"]) == 2
+    assert serving.ask("/api", {"prompts": ["a"], "top_k": 2, "top_p": 0.5}, method="PUT") == (
+        400,
+        "cannot set both top-k and top-p samplings.",
+    )
+    assert serving.ask("/api", {"sentences": ["a"]}, method="PUT")[0] == 400
+
+
+BAD: list[tuple[str, Any, int]] = [
+    ("/v1/completions", b"{", 400),
+    ("/v1/completions", [], 400),
+    ("/v1/completions", {"prompt": "x", "nonsense": 1}, 400),
+    ("/v1/completions", {"prompt": "x", "best_of": 3}, 400),
+    ("/v1/completions", {"prompt": "x", "temperature": -1}, 400),
+    ("/v1/completions", {"prompt": "x", "max_tokens": True}, 400),
+    ("/v1/completions", {"prompt": [999]}, 400),
+    ("/v1/completions", {"prompt": ""}, 400),
+    ("/v1/completions", {}, 400),
+    ("/v1/completions", b" " * (5 << 20), 413),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "status"), BAD)
+def test_what_cannot_be_answered_is_refused(serving: Serving, route: str, body: Any, status: int) -> None:
+    found, said = serving.ask(route, body)
+    assert found == status
+    assert said["error"]["message"]
+
+
+def test_good_requests_among_bad_ones_and_clients_that_leave_are_all_answered(
+    serving: Serving, model: tuple[Path, Any]
+) -> None:
+    prompts = [f"number {number}" for number in range(16)]
+    wanted = [expected(model, prompt, 10) for prompt in prompts]
+
+    async def all_at_once() -> list[Any]:
+        good = [
+            asyncio.to_thread(serving.ask, "/v1/completions", {"prompt": prompt, "max_tokens": 10, "temperature": 0})
+            for prompt in prompts
+        ]
+        bad = [asyncio.to_thread(serving.ask, *BAD[number][:2]) for number in (0, 2, 4)]
+        leaving = [asyncio.to_thread(leave, serving, stream=bool(number % 2)) for number in range(6)]
+        return await asyncio.gather(*good, *bad, *leaving)
+
+    found = asyncio.run(all_at_once())
+    assert [answer["choices"][0]["text"] for _, answer in found[:16]] == wanted
+    assert [status for status, _ in found[16:19]] == [400] * 3
+    end = time.monotonic() + 20
+    while serving.metric("requests_running") + serving.metric("requests_waiting") and time.monotonic() < end:
+        time.sleep(0.2)
+    assert serving.metric("requests_running") == serving.metric("requests_waiting") == 0
+
+
+def leave(serving: Serving, *, stream: bool) -> None:
+    """Ask for a long answer and go away."""
+    import socket
+
+    host, port = serving.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "go on", "max_tokens": 85, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        time.sleep(0.05)
+
+
+def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
+    status, said = serving.ask("/v1/completions", {"prompt": "x", "n": 64, "max_tokens": 2})
+    assert status == 429
+    assert "room for 63" in said["error"]["message"]
+
+
+@pytest.mark.slow
+def test_ranks_serve_together_and_a_killed_one_ends_it(model: tuple[Path, Any]) -> None:
+    running = Serving(model[0], "--tp", "2", world=2)
+    body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    assert running.ask("/v1/completions", body)[1]["choices"][0]["text"] == expected(model, "Hello", 8)
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    ranks = {
+        int(
+            dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)[
+                "RANK"
+            ]
+        ): int(pid)
+        for pid in children
+        if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    }
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = running.process.communicate(timeout=120)
+    assert running.process.returncode != 0
+    assert "Signal 9" in errors or "lost the connection" in errors

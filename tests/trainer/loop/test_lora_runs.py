@@ -1,0 +1,83 @@
+"""Runs that train adapters: what they save, how they go on, what they refuse."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from tests.trainer.loop.launches import train
+from tests.trainer.loop.test_manners import metrics, refused
+
+PEFT = Path(__file__).parents[2] / "fixtures"
+BASE, ADAPTER = PEFT / "peft-llama-all-linear" / "base", PEFT / "peft-llama-all-linear" / "adapter"
+WORDS = (
+    f"finetune --load {BASE} --mock-data --seq-length 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 --eval-iters 0 "
+    "--global-batch-size 4 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --make-vocab-size-divisible-by 2 --fp32"
+)
+FRESH = f"{WORDS} --lora-rank 4 --lora-targets q_proj v_proj linear_fc2"
+
+
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in metrics(directory)]
+
+
+def weights(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(directory / "ckpt" / f"iter_{step:07}" / "adapter_model.safetensors")
+
+
+def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another_layout(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 1, f"{FRESH} --train-iters 4 --save ckpt --save-interval 2")
+    assert "LoRA of rank 4, alpha 8 on q_proj v_proj linear_fc2, fresh: " in whole.log(0)
+    assert " parameters on this rank, frozen" in whole.log(0)
+    saved = tmp_path / "whole" / "ckpt" / "iter_0000004"
+    assert {path.name for path in saved.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json",
+    }  # fmt: skip
+    assert {name.split(".")[-3] for name in weights(tmp_path / "whole", 4)} == {"q_proj", "v_proj", "down_proj"}
+    megaconv.convert(BASE, tmp_path / "merged", saver="hf", adapters=[str(saved)])
+    assert megaconv.fingerprint(tmp_path / "merged") != megaconv.fingerprint(BASE)
+
+    for name, size, layout in (("same", 1, ""), ("other", 4, "--tp 2 --pp 2 --sequence-parallel")):
+        place = tmp_path / name
+        train(place, 1, f"{FRESH} --train-iters 4 --exit-interval 2 --save ckpt --resume --async-save")
+        again = train(place, size, f"{FRESH} --train-iters 4 --save ckpt --resume {layout}")
+        assert "continuing after step 2, 8 samples" in again.log(0)
+        assert losses(place) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+        exact = name == "same"
+        for key, tensor in weights(place, 4).items():
+            expected = weights(tmp_path / "whole", 4)[key]
+            assert torch.equal(tensor, expected) if exact else torch.allclose(tensor, expected, atol=1e-4), key
+
+
+def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path) -> None:
+    command = f"{WORDS.replace('--fp32', '--bf16')} --lora-load {ADAPTER} --train-iters 2 --save ckpt --use-distributed-optimizer"
+    ran = train(tmp_path, 2, command)
+    assert f"self_attn.q_proj self_attn.v_proj, from {ADAPTER}: " in ran.log(0)
+    before, after = load_file(ADAPTER / "adapter_model.safetensors"), weights(tmp_path, 2)
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lora-rank 4 --lora-targets embed_tokens", "--lora-targets embed_tokens: is no matrix of this model"),
+        ("--lora-alpha 4", "--lora-alpha goes with --lora-rank"),
+        (f"--lora-load {ADAPTER} --lora-rank 3", "--lora-rank 3 contradicts the adapter"),
+        ("--lora-rank 4 --lora-dropout 1", "--lora-dropout 1 has to lie between 0 and 1"),
+        (f"--lora-load {BASE}", "has no adapter_config.json"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags: str, words: str, tmp_path: Path) -> None:
+    assert words in refused(tmp_path, f"{WORDS} --train-iters 2 {flags}")
+
+
+def test_a_base_is_needed_and_another_runs_checkpoint_is_kept(tmp_path: Path) -> None:
+    without = WORDS.replace(f"--load {BASE} ", "")
+    assert "--lora-rank needs --load" in refused(tmp_path, f"{without} --lora-rank 4 --train-iters 1")
+    train(tmp_path, 1, f"{WORDS} --train-iters 1 --save ckpt")
+    kept = refused(tmp_path, f"{FRESH} --train-iters 1 --save ckpt")
+    assert "--save ckpt holds the checkpoint of another run" in kept
+    assert "is no checkpoint of adapters" in refused(tmp_path, f"{FRESH} --train-iters 1 --save ckpt --resume")

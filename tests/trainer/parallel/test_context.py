@@ -1,0 +1,248 @@
+"""Context parallelism: whichever way the ranks of a sequence attend to each other's tokens, it is what one process computes."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from megaconv.errors import LayoutError
+from megaconv.model.fields import changed
+from megaconv.model.layout import Layout
+from megatron_lite.models.across import blocks_of
+from megatron_lite.models.attention import attend
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.passes import Packed, Passes
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.context import ContextGroup
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import CONTEXT, Balancing, ModelOptions
+from megatron_lite.settings.sizes import check_sizes
+from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case, batches, make_engine, saved_bytes, train
+from tests.trainer.parallel.test_contract import FEATURES
+from tests.trainer.parallel.test_layouts import compare
+from tests.trainer.parallel.worlds import World
+
+CPU = torch.device("cpu")
+
+
+def member(rank: int, size: int) -> ContextGroup:
+    """For arithmetic alone."""
+    return ContextGroup(None, rank, size, "p2p")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_are_megatrons_and_make_the_whole_again(size: int) -> None:
+    """Megatron's cut: pieces r and 2n - 1 - r of 2n."""
+    whole = torch.arange(size * 8).view(1, -1)
+    parts = [member(rank, size).own_part(whole, 1) for rank in range(size)]
+    assert parts[0].tolist() == [[0, 1, 2, 3, *range(size * 8 - 4, size * 8)]]
+    assert torch.equal(member(0, size).glue(torch.stack(parts), 1), whole)
+
+
+@pytest.mark.parametrize("documents", [None, ((3, 9, 12), (24,)), ((24,), (1, 1, 14, 8))])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_pair_of_a_query_and_a_key_that_it_sees_is_in_one_block(
+    size: int, documents: tuple[tuple[int, ...], ...] | None
+) -> None:
+    packed = None if documents is None else Packed(documents, CPU)
+    places, half = torch.arange(24), 24 // (2 * size)
+    found = torch.zeros(2, 24, 24, dtype=torch.int64)
+    for rank, source in product(range(size), repeat=2):
+        queries, keys = (member(at, size).own_part(places, 0) for at in (rank, source))
+        for rows, of_q, of_k, causal in blocks_of(member(rank, size), source, half, packed):
+            seen = queries[of_q][:, None] >= keys[of_k] if causal else torch.ones(1, 1, dtype=torch.bool)
+            for row in range(2)[rows]:
+                found[row, queries[of_q][:, None], keys[of_k]] += seen.long()
+    lengths = [torch.tensor(row) for row in documents or ((24,), (24,))]
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in lengths])
+    same = number[:, :, None] == number[:, None, :]
+    assert torch.equal(found.bool(), same & (places[:, None] >= places))
+    assert found.max() == 1
+
+
+def test_every_rank_has_as_much_to_do() -> None:
+    def pairs(rank: int) -> int:
+        own = member(rank, 4).own_part(torch.arange(64), 0)
+        return int((own + 1).sum())
+
+    assert len({pairs(rank) for rank in range(4)}) == 1
+
+
+DOCUMENTS = ((5, 11), (16,))
+
+
+def attended(
+    rank: int, size: int, how: str, *, packed: bool, window: int | None, value: int, sinks: bool
+) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v, of whole sequences, and of sinks."""
+    grid = make_grid(Layout(), 1, CPU, cp=size)
+    group = grid.group("cp")
+    context = None if group is None else ContextGroup(group, rank, size, how)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(16, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, value), (16, 2, 4, value)]
+    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    own = [x if context is None else context.own_part(x, 0) for x in whole]
+    q, k, v = (x.clone().requires_grad_() for x in own[:3])
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    batch = Microbatch(tokens, tokens, documents=DOCUMENTS if packed else None)
+    run = Passes(MODELS["gpt2"], CPU, torch.float32, context).make(batch)
+    at = torch.randn(4, generator=generator).requires_grad_()
+    how_else: dict[str, Any] = {"scale": 0.2, "sinks": at} if sinks else {}
+    out = attend(q, k, v, run, window=window, **how_else)
+    out.backward(own[3])
+    found = [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+    found = found if context is None else [context.whole(x.contiguous(), 0) for x in found]
+    of_sinks = torch.zeros(4) if at.grad is None else at.grad
+    comm.all_reduce(of_sinks, group)
+    grid.close()
+    return [*found, of_sinks]
+
+
+@pytest.mark.parametrize("how", CONTEXT)
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_and_its_gradients_are_those_of_one_process(how: str, packed: bool, world: World) -> None:
+    for window, sinks in ((None, True), (5, False)) if how == "a2a" else ((None, False), (None, True)):
+        arguments = {"packed": packed, "window": window, "value": 6, "sinks": sinks}
+        expected = attended(0, 1, how, **arguments)  # type: ignore[arg-type]
+        for found in world.run(2, attended_by, 2, how, arguments):
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def attended_by(rank: int, size: int, how: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return attended(rank, size, how, **arguments)
+
+
+def how(word: str) -> tuple[tuple[str, Any], ...]:
+    return (("context", word),)
+
+
+COVERING = [
+    Case("qwen3", cp=2, tp=2, sequence_parallel=True, recompute=FULL, options=how("p2p")),
+    Case("gpt2", cp=2, pp=2, vpp=2, distributed=True, options=how("all_gather")),
+    Case("llama", cp=2, dp=2, distributed=True, recompute=SELECTIVE, options=how("a2a")),
+    Case("qwen3", cp=4, options=how("p2p")),
+    Case("mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")),
+    Case("deepseek_v3", cp=2, options=how("p2p")),
+    Case("gpt_oss", cp=2, options=how("a2a")),
+]
+EVERY = [
+    Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)
+    for model, word, (layout, distributed, recompute) in product(
+        ("qwen3", "gpt2"),
+        CONTEXT,
+        [
+            ({"cp": 2}, False, FULL),
+            ({"cp": 4}, True, SELECTIVE),
+            ({"cp": 2, "dp": 2}, True, FULL),
+            ({"cp": 2, "tp": 2}, False, SELECTIVE),
+            ({"cp": 2, "tp": 2, "sequence_parallel": True}, True, FULL),
+            ({"cp": 2, "pp": 2}, True, FULL),
+            ({"cp": 2, "pp": 2, "vpp": 2}, False, SELECTIVE),
+        ],
+    )
+    if word != "a2a" or model == "gpt2" or (layout["cp"] * layout.get("tp", 1) <= 2)  # qwen3 has two kv heads here
+]
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_a_layout_trains_as_one_process_does(case: Case, world: World) -> None:
+    """With packed documents, and labels that don't count."""
+    compare(replace(case, steps=4), world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_every_layout_trains_as_one_process_does(case: Case, world: World) -> None:
+    compare(case, world)
+
+
+def test_the_same_run_twice_gives_the_same_bits(world: World) -> None:
+    case = Case("qwen3", cp=2, tp=2, sequence_parallel=True, distributed=True, steps=3)
+    first, second = (world.run(case.world, train, case) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.reports == other.reports
+        assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+
+
+def test_what_dropout_drops_depends_on_no_layout(world: World) -> None:
+    compare(Case("gpt2", cp=2, tp=2, sequence_parallel=True, steps=3, options=(("hidden_dropout", 0.2),)), world)
+
+
+def gradients(_rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """The first step's, of every parameter; on every rank whole."""
+    engine = make_engine(case)
+    engine.train_step(list(batches(case, 0))[engine.grid.dp_rank :: case.dp], lr=0.0)
+    assert engine.optimizer is not None
+    found = {f"{item.chunk} {item.name}": item.gradient.clone() for item in engine.optimizer.ranges()}
+    engine.grid.close()
+    return found
+
+
+@pytest.mark.parametrize("word", CONTEXT)
+def test_every_gradient_is_that_of_one_process(word: str, world: World) -> None:
+    case = Case("qwen3", cp=2, clip=0.0, options=how(word))
+    expected = gradients(0, case.alone())
+    for found in world.run(2, gradients, case):
+        assert set(found) == set(expected)
+        for name, gradient in found.items():
+            largest = expected[name].abs().max()
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=float(largest) * 1e-5)
+
+
+def kept(_rank: int, case: Case) -> int:
+    engine = make_engine(case)
+    found = saved_bytes(engine, next(batches(case, 1)))
+    engine.grid.close()
+    return found
+
+
+@pytest.mark.parametrize("word", CONTEXT)
+def test_a_rank_keeps_its_share_of_the_activations(word: str, world: World) -> None:
+    """And nothing of what other ranks sent. (Blocks keep keys and values less often than one call does.)"""
+    case = Case("llama", masked=False, options=how(word))
+    alone = kept(0, case.alone())
+    for shared in world.run(2, kept, replace(case, cp=2)):
+        assert 0.4 * alone < shared < 0.52 * alone
+
+
+def logits(_rank: int, case: Case) -> torch.Tensor | None:
+    engine = make_engine(case)
+    found = engine.logits(next(batches(case, 0)))
+    engine.grid.close()
+    return found
+
+
+def test_logits_are_those_of_the_whole_sequence(world: World) -> None:
+    expected = logits(0, Case("qwen3"))
+    assert expected is not None
+    for found in world.run(2, logits, Case("qwen3", cp=2)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+WINDOW = changed(MODELS["qwen3"], {"layers.window": 5})
+REFUSED = [
+    ("qwen3", {"world": 6, "cp": 4}, {}, "6 processes can't be divided over tp x cp x pp = 1 x 4 x 1 = 4"),
+    ("qwen3", {"world": 2, "sequence": 18}, {}, "cuts 18 tokens into 2 x cp = 2 x 2 blocks; take .* multiple of 4"),
+    ("qwen3", {"world": 4, "cp": 4}, {"context": "a2a"}, "kv_heads = 2 can't be divided over tp x cp = 1 x 4 = 4"),
+    ("a window", {"world": 2}, {}, "a window of 5 tokens with context parallelism needs --cp-comm-type a2a"),
+    ("qwen3", {"world": 2}, {"attention_dropout": 0.1}, r"dropout of attention weights \(0.1\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "sizes", "options", "said"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_can_not_be_is_refused_with_the_arithmetic(
+    model: str, sizes: dict[str, int], options: dict[str, Any], said: str
+) -> None:
+    config = WINDOW if model == "a window" else MODELS[model]
+    arguments = {"world": 2, "sequence": 16, "microbatches": 4, "cp": 2, **sizes}
+    with pytest.raises(LayoutError, match=said):
+        check_sizes(config, Layout(stage_layers=(4,)), options=ModelOptions(**options), **arguments)
+
+
+def test_losses_that_balance_experts_are_refused() -> None:
+    options = ModelOptions(balance=Balancing(losses=(("aux_loss", 1e-2),)))
+    with pytest.raises(LayoutError, match="losses that balance experts"):
+        check_sizes(FEATURES["mixtral"], Layout(stage_layers=(4,)), 2, options, 16, 1, 2)

@@ -1,0 +1,236 @@
+"""LoRA: ten steps of peft, at any layout; nothing but adapters is trained; what is saved is what peft and megaconv read."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from megaconv.checkpoint import open_checkpoint
+from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
+from megatron_lite.checkpoint.peft import adapter_files, read_adapter
+from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.parallel.worlds import World
+
+PEFT = Path(__file__).parents[2] / "fixtures"
+TRAINED = Path(__file__).parents[1] / "fixtures"
+ROWS, LENGTH, STEPS = 4, 16, 10
+TOLERANCE = 1e-5
+NONE = Recompute()
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False
+    recompute: Recompute = NONE
+    lora: LoRA | None = None
+    """None: as the fixture's adapter is."""
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def base(self) -> Path:
+        return PEFT / f"peft-{self.model}" / "base"
+
+    @property
+    def adapter(self) -> Path:
+        return PEFT / f"peft-{self.model}" / "adapter"
+
+    def __str__(self) -> str:
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep") if getattr(self, name) > 1]
+        flags = [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
+        return " ".join([self.model, *words, *flags, self.recompute.granularity or ""]).strip()
+
+
+def make(case: Case, *, trained: bool = True) -> Engine:
+    """With the fixture's adapter; with a fresh one where the case names its options."""
+    source = open_checkpoint(case.base)
+    start = read_adapter(case.adapter, source.config)
+    layout = Layout(
+        case.tp, case.pp, 1, case.ep, stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit())
+    )
+    grid = make_grid(layout, case.dp, torch.device("cpu"), experts=source.config.experts.count > 0)
+    options = ModelOptions(
+        "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
+        lora=case.lora or start.options,
+    )  # fmt: skip
+    optimizer = OptimizerOptions(betas=(0.9, 0.95), clip_grad=0, distributed=case.distributed, bucket_elements=500)
+    engine = Engine(source.config, grid, options, optimizer if trained else None)
+    load_weights(engine, source.tensors)
+    if case.lora is None:
+        load_adapters(engine, {Key(name): tensor for name, tensor in start.tensors.items()})
+    else:
+        init_adapters(engine, seed=7)
+    return engine
+
+
+def batches(case: Case, step: int, engine: Engine) -> list[Microbatch]:
+    tokens = torch.randint(7, 99, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    rows = tokens.chunk(ROWS // 2)
+    every = [Microbatch(part[:, :-1], part[:, 1:], index=index) for index, part in enumerate(rows)]
+    return every[engine.grid.dp_rank :: case.dp]
+
+
+def train(_rank: int, case: Case, steps: int) -> tuple[list[float], dict[Key, torch.Tensor]]:
+    engine = make(case)
+    losses = [engine.train_step(batches(case, step, engine), 5e-3, 0.1).loss for step in range(steps)]
+    found = gather_adapters(engine)
+    engine.grid.close()
+    return losses, found
+
+
+CASES = [
+    Case("llama-all-linear"),
+    Case("llama-all-linear", tp=2, dp=2, sequence_parallel=True, distributed=True, recompute=Recompute("selective")),
+    Case("llama-all-linear", tp=2, pp=2, recompute=Recompute("full")),
+    Case("gpt2-conv1d", tp=2),
+    Case("mixtral-experts"),
+    Case("mixtral-experts", tp=2, ep=2, sequence_parallel=True),
+    Case("mixtral-experts", pp=2, dp=2, ep=2, distributed=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ten_steps_are_those_of_peft(case: Case, world: World) -> None:
+    done = TRAINED / f"lora-{case.model}"
+    expected = json.loads((done / "losses.json").read_text())["losses"]
+    adapter = read_adapter(done, open_checkpoint(case.base).config)
+    results = world.run(case.world, train, case, STEPS)
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+    found = {key.name: tensor for key, tensor in results[0][1].items() if key.slot == WEIGHT}
+    assert found.keys() == adapter.tensors.keys()
+    for name, tensor in found.items():
+        theirs = getattr(adapter.tensors[name], "values")  # noqa: B009
+        assert (tensor - theirs).abs().max() <= 2e-4 * theirs.abs().max(), name
+
+
+def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
+    case = Case("llama-all-linear", lora=LoRA(4, 8))
+    source = open_checkpoint(case.base)
+    plain = Engine(
+        source.config,
+        make_grid(Layout(stage_layers=(2,)), 1, torch.device("cpu")),
+        ModelOptions("float32", vocab_divisor=1),
+        None,
+    )
+    load_weights(plain, source.tensors)
+    engine = make(case)
+    batch = batches(case, 0, engine)[0]
+    before, fresh = plain.logits(batch), engine.logits(batch)
+    assert before is not None
+    assert fresh is not None
+    assert torch.equal(before, fresh)
+    weights = {name: tensor.clone() for _, name, tensor in engine.parameters()}
+    engine.train_step(batches(case, 0, engine), 1e-2)
+    changed = engine.logits(batch)
+    assert changed is not None
+    assert not torch.equal(before, changed)
+    assert all(torch.equal(tensor, weights[name]) for _, name, tensor in engine.parameters())
+    assert engine.optimizer is not None
+    owned = sum(item.end - item.start for item in engine.optimizer.ranges())
+    assert owned == sum(torch.Size(info.native.shape).numel() for infos in engine.adapters for info in infos)
+
+
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [
+        ("llama-all-linear", LoRA(4, 6.0, rslora=True)),
+        ("llama-all-linear", LoRA(2, 4.0, ("q_proj", "mlp.down_proj"))),
+        ("llama-all-linear", LoRA(2, 4.0, ("linear_qkv",))),
+        ("gpt2-conv1d", LoRA(2, 4.0)),
+        ("mixtral-experts", LoRA(2, 4.0)),
+        ("mixtral-experts", LoRA(2, 4.0, ("gate_up_proj",))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
+)
+def test_what_is_saved_is_merged_and_read_back(model: str, lora: LoRA, tmp_path: Path) -> None:
+    case = Case(model, lora=lora)
+    engine = make(case)
+    for step in range(3):
+        engine.train_step(batches(case, step, engine), 1e-2)
+    saved = {key.name: tensor for key, tensor in gather_adapters(engine).items() if key.slot == WEIGHT}
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    for name, content in adapter_files(saved, engine.config, lora, str(case.base)).items():
+        (directory / name).write_bytes(content)
+    back = read_adapter(directory, engine.config)
+    assert (back.options.rank, back.options.scale) == (lora.rank, lora.scale)
+    assert back.tensors.keys() == saved.keys()
+    assert all(torch.equal(getattr(tensor, "values"), saved[name]) for name, tensor in back.tensors.items())  # noqa: B009
+    again = Engine(engine.config, engine.grid, replace(engine.options, lora=back.options), None)
+    assert {info.name for info in again.adapters[0]} == {info.name for info in engine.adapters[0]}
+
+    batch = batches(case, 0, engine)[0]
+    unmerged = engine.logits(batch)
+    megaconv.convert(case.base, tmp_path / "merged", saver="hf", adapters=[str(directory)], dtype="float32")
+    merged = Engine(engine.config, engine.grid, replace(engine.options, lora=None), None)
+    load_weights(merged, open_checkpoint(tmp_path / "merged").tensors)
+    logits = merged.logits(batch)
+    assert logits is not None
+    assert unmerged is not None
+    assert (logits - unmerged).abs().max() <= 1e-5 * unmerged.abs().max()
+
+
+def test_dropout_of_adapters_is_the_same_at_every_layout_and_when_computed_again(world: World) -> None:
+    case = Case("llama-all-linear", lora=LoRA(4, 8, ("q_proj", "v_proj", "gate_proj"), dropout=0.3))
+    (alone,) = world.run(1, train, case, 3)
+    (plain,) = world.run(1, train, replace(case, lora=replace(case.lora, dropout=0.0)), 3)
+    assert alone[0] != pytest.approx(plain[0], rel=1e-6)
+    for other in (
+        replace(case, pp=2, recompute=Recompute("full")),
+        replace(case, tp=2, sequence_parallel=True),
+        replace(case, tp=2),
+    ):
+        assert world.run(other.world, train, other, 3)[0][0] == pytest.approx(alone[0], rel=TOLERANCE)
+
+
+def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
+    """A file that peft wrote is written again as it was."""
+    source = open_checkpoint(PEFT / "peft-mixtral-experts" / "base")
+    place = PEFT / "peft-mixtral-experts" / "adapter"
+    adapter = read_adapter(place, source.config)
+    values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
+    files = adapter_files(values, source.config, adapter.options, "base")
+    from safetensors.torch import load
+
+    ours, theirs = load(files["adapter_model.safetensors"]), load_file(place / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    config = json.loads(files["adapter_config.json"])
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert config["target_modules"] == ["self_attn.q_proj"]
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match="--lora-targets embed_tokens: is no matrix of this model; there are all-linear, down_proj"
+    ):
+        make(Case("llama-all-linear", lora=LoRA(4, 8, ("embed_tokens",))))
+    with pytest.raises(UsageError, match="no matrix of this model's layers is among them"):
+        make(Case("llama-all-linear", lora=LoRA(4, 8, ("other.q_proj",))))
+    config = open_checkpoint(PEFT / "peft-qwen3-dora" / "base").config
+    with pytest.raises(NotExpressible, match="the adapter has DoRA"):
+        read_adapter(PEFT / "peft-qwen3-dora" / "adapter", config)
+    engine = make(Case("llama-all-linear", lora=LoRA(4, 8, ("q_proj",))))
+    adapter = read_adapter(PEFT / "peft-llama-all-linear" / "adapter", engine.config)
+    with pytest.raises(TensorMismatch, match="is the adapter of no matrix that has one here"):
+        load_adapters(engine, {Key(name): tensor for name, tensor in adapter.tensors.items()})
