@@ -43,8 +43,8 @@ def orthogonalized(matrix: Tensor, options: MuonOptions) -> Tensor:
     for a, b, c in islice(cycle(COEFFICIENTS[options.coefficients]), options.steps):
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    found = x.float()
-    return found.t() if wide is not matrix else found
+    found: Tensor = x.float()
+    return found if wide is matrix else found.t()
 
 
 def scale(rows: int, columns: int, mode: str) -> float:
@@ -88,10 +88,12 @@ class Muon:
         axis, options = matrix.info.native.tp, self.options
         together = matrix.group is not None and axis is not None
         whole = _joined(part, axis or 0, matrix.group) if together else part
-        made = orthogonalized(whole, options) * (scale(*whole.shape, options.scale_mode) * options.factor)
+        rows, columns = whole.shape
+        made: Tensor = orthogonalized(whole, options) * (scale(rows, columns, options.scale_mode) * options.factor)
         if not together or matrix.group is None:
             return made
-        return made.chunk(matrix.group.size(), axis or 0)[matrix.group.rank()]
+        parts: tuple[Tensor, ...] = made.chunk(matrix.group.size(), axis or 0)
+        return parts[matrix.group.rank()]
 
 
 def _joined(part: Tensor, axis: int, group: comm.Group) -> Tensor:

@@ -85,7 +85,7 @@ def parameter_infos(
             native,
             kind,
             partial=is_partial(kind, grid.layout.tp, sequence=sequence),
-            tied=grid.layout.pp > 1 and kind is Kind.VOCABULARY and _at_both_ends(native, config),
+            tied=grid.layout.pp > 1 and kind is Kind.VOCABULARY and at_both_ends(native, config),
             is_copy=native.copy is not None,
             frozen=frozen,
         )
@@ -103,7 +103,7 @@ def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
     return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))
 
 
-def _at_both_ends(native: NativeTensor, config: ModelConfig) -> bool:
+def at_both_ends(native: NativeTensor, config: ModelConfig) -> bool:
     """Whether first and last stage have a table of words: a tied one, or the embedding that predicts further tokens."""
     return config.tie_embeddings or (config.mtp_layers > 0 and "embed.weight" in native.parts)
 

@@ -114,9 +114,10 @@ def layer_elements(run: Described, layer: int) -> float:
     kind, gates = config.layers[layer], 2 if config.mlp.gated else 1
     selective = run.options.recompute.granularity == "selective"
     normed = 0.0 if selective else _width(run)
-    found = (
-        _width(run) + normed + _mixed(config, kind.mixer, rotates=kind.rotates) / tp if kind.mixer != "none" else 0.0
-    )
+    found = 0.0
+    if kind.mixer != "none":
+        into = _width(run) if config.latent.kv_rank else normed  # what is normed for several matrices is kept
+        found = _width(run) + into + _mixed(config, kind.mixer, rotates=kind.rotates) / tp
     if kind.mlp == "dense":
         found += _width(run) + normed + config.mlp.ffn * (gates if selective else gates + 1) / tp
     elif kind.mlp == "experts":

@@ -14,7 +14,7 @@ from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, RankTensors
 from megaconv.model.table import with_beside
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.parallel.parameters import ParameterInfo, at_both_ends, is_partial
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
 
@@ -84,8 +84,8 @@ class Described:
             index,
             native,
             kind,
-            partial=layout.tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and self.sequence)),
-            tied=self.config.tie_embeddings and layout.pp > 1 and kind is Kind.VOCABULARY,
+            partial=is_partial(kind, layout.tp, sequence=self.sequence),
+            tied=layout.pp > 1 and kind is Kind.VOCABULARY and at_both_ends(native, self.config),
             is_copy=native.copy is not None,
         )
 

@@ -120,8 +120,10 @@ def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
     config, kind = run.config, run.config.layers[layer]
     if kind.mixer != "none":
         latent = config.latent
-        into = (latent.q_rank or config.hidden) + latent.kv_rank + latent.rope_dim if latent.kv_rank else config.hidden
+        into = (latent.q_rank or config.hidden) + latent.kv_rank if latent.kv_rank else config.hidden
         yield from _of_matrices(run, into, forward)
+        if latent.kv_rank:
+            yield from _of_shared(run, latent.rope_dim, forward)
     if kind.mlp == "dense":
         yield from _of_matrices(run, config.hidden, forward)
     elif kind.mlp == "experts":
@@ -139,6 +141,16 @@ def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
         yield "tp", "reduce_scatter", given * forward + taken
     else:
         yield "tp", "all_reduce", given * forward + taken
+
+
+def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
+    """What all tensor ranks' heads use, which each makes of its own tokens: the rotating part of latent attention's keys."""
+    each = run.sizes.seq * run.sizes.micro_batch * run.itemsize * width
+    if run.sequence:
+        yield "tp", "all_gather", each * forward
+        yield "tp", "reduce_scatter", each
+    else:
+        yield "tp", "all_reduce", each
 
 
 def _of_experts(run: Described, forward: int) -> Iterator[Counted]:

@@ -223,6 +223,7 @@ def check_flags(settings: Settings) -> None:
     muon = settings.optimizer.optimizer == "muon"
     refused = [
         (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
+        (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),

@@ -18,6 +18,7 @@ STEPS = [
     Planned("llama", tp=2, pp=2, vpp=2, sequence=True, dtype="bfloat16"),
     Planned("mixture", ep=2, dp=4, distributed=True),
     Planned("mixture", tp=2, dp=2, ep=2, sequence=True, recompute=FULL),
+    Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True),
     Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
 ]
 
@@ -53,7 +54,7 @@ def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(planned: 
         assert found == pytest.approx(stages[pp_rank].kept, rel=0.05)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixture"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixture", "deepseek_v3"])
 @pytest.mark.parametrize("granularity", [None, "selective"])
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
     planned = Planned(model, wider=4, recompute=Recompute(granularity), microbatches=1)
