@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def kept_bytes(engine: Engine, batch: Microbatch) -> int:
     return sum(storages.values())
 
 
-def measure(sequence: int, steps: int) -> dict[str, Any]:
-    runs = [(1, CONTEXT[0]), *((cp, how) for cp in (2, 4) for how in CONTEXT)]
-    found = {}
+def measure(sequence: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    runs = [(1, CONTEXT[0]), *((cp, how) for how in CONTEXT for cp in (2, 4))]
+    whole = 0.0
     for cp, how in runs:
         launch = (
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(cp)] if cp > 1 else [sys.executable]
@@ -103,9 +104,12 @@ def measure(sequence: int, steps: int) -> dict[str, Any]:
         done = subprocess.run([*launch, __file__, *words], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
-        found[f"cp {cp}, {how}" if cp > 1 else "one process"] = json.loads(done.stdout.splitlines()[-1])
-    whole = found["one process"]["kept_MB"]
-    return {name: {**figures, "kept_share": round(figures["kept_MB"] / whole, 3)} for name, figures in found.items()}
+        figures = json.loads(done.stdout.splitlines()[-1])
+        whole = whole or figures["kept_MB"]
+        yield (
+            f"cp {cp}, {how}" if cp > 1 else "one process",
+            {**figures, "kept_share": round(figures["kept_MB"] / whole, 3)},
+        )
 
 
 def main() -> None:
@@ -120,12 +124,11 @@ def main() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(json.dumps(figures))
         return
-    found = measure(words.sequence, words.steps)
-    if words.json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, figures in found.items():
-        print(f"{name:<20}" + "".join(f"{label} {value:<10}" for label, value in figures.items()))
+    for name, figures in measure(words.sequence, words.steps):
+        if words.json:
+            print(json.dumps({"layout": name, **figures}), flush=True)
+        else:
+            print(f"{name:<20}" + "".join(f"{label} {value:<10}" for label, value in figures.items()), flush=True)
 
 
 if __name__ == "__main__":

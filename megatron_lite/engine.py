@@ -14,7 +14,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.chunk import Counted, ModelChunk
 from megatron_lite.models.lora.attached import attach, check_targets
-from megatron_lite.models.moe.balance import Balance, tokens_by_layer
+from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import make_plan
@@ -28,9 +28,13 @@ from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, param
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
 from megatron_lite.parallel.precision import LossScaler
+from megatron_lite.parallel.replicas import Differs, differing
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.parallel.zero import Optimizer
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+
+SEE_OTHER_TOKENS = ("tp", "replicas")
+"""Axes of the grid along which routers of the same layer have other tokens: tensor ranks route their part of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Engine:
         """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
         self._balances: list[Balance] = []
         """Of the last step's microbatches."""
+        self._balanced = Step()
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
@@ -140,7 +145,7 @@ class Engine:
             )  # fmt: skip
             buckets.wait_before(_units(module))
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer)
+        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
 
     def train_step(
         self,
@@ -162,6 +167,7 @@ class Engine:
         scale = self.scaler.scale
         losses = _LossSum(self._loss_names, self.grid.device, scale / positions)
         self._balances.clear()
+        self._balanced = Step([self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
         completing = last_backward(actions)
 
@@ -199,7 +205,7 @@ class Engine:
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])
-        for axis in ("tp", "replicas"):
+        for axis in SEE_OTHER_TOKENS:
             comm.all_reduce(tokens, self.grid.group(axis))
         for router, counts in zip(routers, tokens, strict=True):
             router.move_bias(counts)
@@ -283,7 +289,7 @@ class Engine:
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
-        balance = Balance(share * batch.tokens.numel() / self.grid.cp)
+        balance = Balance(share * batch.tokens.numel() / self.grid.cp, self._balanced)
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 
@@ -317,6 +323,13 @@ class Engine:
         for module, infos in zip(self.chunks, self.infos, strict=True):
             for info in infos:
                 yield info.chunk, info.name, module.get_parameter(info.name).detach()
+
+    def differing(self) -> list[Differs]:
+        """Parameters that data-parallel ranks should hold alike, and don't. Collective."""
+        self.finish()
+        infos = (info for of_chunk in self.infos for info in of_chunk)
+        tensors = (tensor for _, _, tensor in self.parameters())
+        return differing(zip(infos, tensors, strict=True), self.grid)
 
     def state(self) -> dict[str, Any]:
         """What isn't per parameter: plain numbers, equal on all ranks."""

@@ -174,6 +174,19 @@ def test_the_layer_for_multi_token_prediction_is_of_the_language_model(tmp_path:
         assert ("language_model." * (not text) + "mtp.layers.0.eh_proj.weight") in last_stage(tmp_path / name)
 
 
+def test_config_json_states_its_dtype_where_it_did(qwen: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(qwen / "hf", hf)
+    raw = as_config_json(hf)
+    raw["text_config"]["dtype"] = raw.pop("dtype")
+    (hf / "config.json").write_text(json.dumps(raw))
+    megaconv.convert(hf, tmp_path / "core", saver="core")
+    for dtype, found in ((None, "float32"), ("bf16", "bfloat16")):
+        megaconv.convert(tmp_path / "core", tmp_path / found, saver="hf", dtype=dtype)
+        assert as_config_json(tmp_path / found) == raw | {"text_config": raw["text_config"] | {"dtype": found}}
+    assert load_file(tmp_path / "bfloat16/model.safetensors")["visual.merger.ln_q.weight"].dtype == torch.bfloat16
+
+
 # What can't be.
 
 

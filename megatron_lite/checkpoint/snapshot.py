@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from formats import rank_files
@@ -27,6 +26,7 @@ from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places
 from megatron_lite.engine import Engine
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.parallel.zero import STATE, kind_of
 
 NAMING = CORE
 """Of the engine's parameters."""
@@ -90,7 +90,7 @@ def dist_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
 
 def _dist_form(engine: Engine, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """What common.pt says of the optimizer: Megatron's distributed one is Adam's alone, SGD has the form of its others."""
-    if not _is_sgd(engine):
+    if _is_adam(engine):
         sharding = {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
         return {"optimizer": {**optimizer, **sharding}, "content_metadata": dict(SHARDING)}
     inner = {"state": {}, **optimizer["optimizer"]}
@@ -119,8 +119,9 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
                 yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
 
 
-def _is_sgd(engine: Engine) -> bool:
-    return engine.optimizer is not None and engine.optimizer.options.kind == "sgd"
+def _is_adam(engine: Engine) -> bool:
+    """Alone: muon's state has the form of SGD's, whose names it shares."""
+    return engine.optimizer is not None and engine.optimizer.options.kind == "adamw"
 
 
 def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +129,7 @@ def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str
     for slot, flat in tensors.items():
         if slot != "master":
             yield slot, flat
-        elif not _is_sgd(engine):
+        elif _is_adam(engine):
             yield "param", flat
         elif engine.dtype != torch.float32:
             yield "fp32_param", flat
@@ -238,9 +239,12 @@ def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
     assert engine.optimizer is not None
     infos = {(info.chunk, info.name): info for of_chunk in engine.infos for info in of_chunk if info.trained}
     device = engine.grid.device
-    names = _slot_names(engine)
+    kind = engine.optimizer.options.kind
     wholes = {
-        key: {slot: torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=device) for slot in names}
+        key: {
+            slot: torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=device)
+            for slot in _slot_names(info, kind)
+        }
         for key, info in infos.items()
     }
     for owned in engine.optimizer.ranges():
@@ -256,16 +260,9 @@ def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
     }
 
 
-def _slot_names(engine: Engine) -> list[str]:
+def _slot_names(info: ParameterInfo, kind: str) -> tuple[str, ...]:
     """The same on every rank, also on one that owns nothing."""
-    assert engine.optimizer is not None
-    own = next((list(owned.tensors) for owned in engine.optimizer.ranges()), [])
-    replicas = engine.grid.group("replicas")
-    if not engine.optimizer.distributed or replicas is None:
-        return own
-    sharding: list[Any] = [None] * comm.size(replicas)
-    dist.all_gather_object(sharding, own, group=replicas)
-    return next(names for names in sharding if names)
+    return ("master", *STATE[kind_of(info, kind)])
 
 
 def _optimizers(

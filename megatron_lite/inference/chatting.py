@@ -10,7 +10,7 @@ from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.generating import add_sampling, sampling_of
 from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
 from megatron_lite.inference.prompts import encode_chat
-from megatron_lite.inference.text import TextStream
+from megatron_lite.inference.text import TextStream, say
 
 EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
   echo "What is a torus?" | megatron-lite chat --load tuned --system "Answer in one sentence." """
@@ -40,7 +40,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
     messages = list(begin)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
-    for line in _lines():
+    for line in _lines(opened):
         if line == "/new":
             messages = list(begin)
             continue
@@ -54,12 +54,13 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         messages.append({"role": "assistant", "content": said})
 
 
-def _lines() -> Iterator[str]:
+def _lines(opened: Opened) -> Iterator[str]:
     """What the user says."""
     shown = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input(shown).strip()
+            with opened.model.waiting():
+                line = input(shown).strip()
         except EOFError:
             return
         if line == "/quit":
@@ -79,9 +80,9 @@ def _answer(opened: Opened, given: argparse.Namespace, messages: list[dict[str, 
     for step in steps(batch):
         piece = "" if step.end == "stop" else text.add(step.token)
         said += piece
-        print(piece, end="", flush=True)
+        say(piece)
         if text.stopped:
             batch.cancel(number)
     rest = text.finish()
-    print(rest)
+    say(rest + "\n")
     return said + rest

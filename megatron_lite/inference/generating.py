@@ -15,7 +15,7 @@ from megatron_lite.inference.beams import BeamSettings, beam_search
 from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
 from megatron_lite.inference.prompts import encode
 from megatron_lite.inference.sampling import Likelihood, Sampling
-from megatron_lite.inference.text import TextStream
+from megatron_lite.inference.text import TextStream, say
 
 EXAMPLES = """  megatron-lite generate --load Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
   torchrun --nproc-per-node 4 -m megatron_lite generate --load ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl"""
@@ -86,6 +86,11 @@ def _main(given: argparse.Namespace) -> None:
         raise UsageError("give a prompt, or --prompts-file")
     if given.log_probs is not None and given.log_probs < 0:
         raise UsageError(f"--log-probs {given.log_probs} has to be 0 or more")
+    if given.beams is not None and (given.beams < 1 or given.temperature or given.stop or given.log_probs is not None):
+        raise UsageError("--beams has to be 1 or more, and goes with none of --temperature, --stop, --log-probs")
+    if given.prompts_file is None:  # no room for rows that nobody will ask for
+        given.slots = min(given.slots, len(given.prompts))
+    given.slots = max(given.slots, given.beams or 0)
     run(given, lambda opened: _use(opened, given))
 
 
@@ -107,15 +112,15 @@ def _stream(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> No
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
-        print(prompt, end="", flush=True)
+        say(prompt)
         batch, text = RunningBatch(opened.model), TextStream(opened.tokenizer.detokenize, given.stop)
         request = batch.add(request_of(opened, given, prompt))
         for step in steps(batch):
             if step.end != "stop":
-                print(text.add(step.token), end="", flush=True)
+                say(text.add(step.token))
             if text.stopped:
                 batch.cancel(request)
-        print(text.finish())
+        say(text.finish() + "\n")
 
 
 def request_of(opened: Opened, given: argparse.Namespace, prompt: str) -> Request:
@@ -174,8 +179,6 @@ def _line(answer: _Answer) -> dict[str, Any]:
 
 
 def _beams(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> None:
-    if given.temperature or given.stop or given.log_probs is not None:
-        raise UsageError("--beams goes with none of --temperature, --stop, --log-probs")
     settings = BeamSettings(
         given.beams, given.max_new_tokens, () if given.ignore_eos else opened.stop_ids, given.length_penalty
     )

@@ -4,7 +4,9 @@ A turn is a few numbers that rank 0 sends to all others: which slots get which t
 data-parallel ranks compute the same, so that experts may lie on any of them.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
@@ -19,6 +21,8 @@ from megatron_lite.parallel import comm
 
 _HEAD = 256
 """Numbers of a turn that are sent at once; the rest, of a long prompt say, follows."""
+IDLE_S = 20.0
+"""How long other ranks wait for a turn before they hear that there is none."""
 SCORED_TOKENS = 8192
 """Of rows that are scored in one pass, padding included."""
 _BLOCK = 512
@@ -75,6 +79,26 @@ class EngineModel:
     def idle(self) -> None:
         """So that other ranks don't give up waiting for a turn."""
         self._take([Turn.IDLE])
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While rank 0 waits for something else, a user say, for however long; nothing else may be asked of the model meanwhile."""
+        if self.grid.world == 1:
+            yield
+            return
+        over = threading.Event()
+
+        def keep_awake() -> None:
+            while not over.wait(IDLE_S):
+                self.idle()
+
+        thread = threading.Thread(target=keep_awake, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def close(self) -> None:
         """The end for all ranks."""

@@ -2,11 +2,12 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megaconv.engine.preparation import open_source
 from megaconv.errors import CheckpointError, UsageError
@@ -108,6 +109,8 @@ class Opened:
     stop_ids: frozenset[int]
     """Tokens at which the model means to end."""
     path: str
+    store: Any
+    """In which ranks tell who failed first (loop/failure.py); None in a single process."""
 
     @property
     def name(self) -> str:
@@ -115,8 +118,11 @@ class Opened:
         return Path(self.path.rstrip("/")).name or self.path
 
 
-def run(given: argparse.Namespace, use: Callable[[Opened], None]) -> None:
-    """Every rank opens its part, rank 0 calls use, the others compute with it. Ends the process where that fails."""
+def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bool = False) -> None:
+    """Every rank opens its part, rank 0 calls use, the others compute with it. Ends the process where that fails.
+
+    lasting: rank 0 alone decides when signals end it; launchers and terminals send them to all.
+    """
     parallel = Parallel(
         tensor_model_parallel_size=given.tp, pipeline_model_parallel_size=given.pp, expert_model_parallel_size=given.ep,
         distributed_backend=given.distributed_backend, distributed_timeout_minutes=given.distributed_timeout_minutes,
@@ -126,6 +132,8 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None]) -> None:
         place = launch.start(parallel)
         opened = open_model(given, parallel, place)
         if place.rank:
+            for number in (signal.SIGTERM, signal.SIGINT) if lasting else ():
+                signal.signal(number, signal.SIG_IGN)
             opened.model.follow()
         else:
             use(opened)
@@ -153,7 +161,7 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     engine = make_engine(config, parallel, place, length)
     load_weights(engine, {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT})
     stops = all_or_none(lambda: stop_ids(config, tokenizer, source.header.files))
-    return Opened(EngineModel(engine, given.slots, length), config, tokenizer, stops, given.load)
+    return Opened(EngineModel(engine, given.slots, length), config, tokenizer, stops, given.load, place.store)
 
 
 def make_engine(config: ModelConfig, parallel: Parallel, place: launch.Place, length: int) -> Engine:

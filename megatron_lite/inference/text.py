@@ -1,11 +1,19 @@
 """Tokens that come one by one as text: characters of several tokens, and words at which to stop."""
 
+import sys
 from collections.abc import Callable, Sequence
 
 Detokenize = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "�"
 """What decoders make of bytes that don't end a character yet."""
+
+
+def say(text: str) -> None:
+    """Print a part of an answer at once. A model may write anything: on a terminal what would steer it is shown instead."""
+    if sys.stdout.isatty():
+        text = "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    print(text, end="", flush=True)
 
 
 class TextStream:

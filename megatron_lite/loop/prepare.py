@@ -29,8 +29,8 @@ from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags
-from megatron_lite.settings.config import Balance, Settings, subjects
-from megatron_lite.settings.options import Balancing, LossScale, ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.config import Balance, Optimizer, Settings, subjects
+from megatron_lite.settings.options import Balancing, LossScale, ModelOptions, MuonOptions, OptimizerOptions, Recompute
 from megatron_lite.settings.sizes import Sizes, check_flags, work_out
 
 
@@ -134,6 +134,13 @@ def _balancing(balance: Balance) -> Balancing:
     )  # fmt: skip
 
 
+def _muon(optimizer: Optimizer) -> MuonOptions:
+    return MuonOptions(
+        optimizer.muon_momentum, optimizer.muon_use_nesterov, optimizer.muon_num_ns_steps, optimizer.muon_coefficient_type,
+        optimizer.muon_scale_mode, optimizer.muon_extra_scale_factor, optimizer.muon_fp32_matmul_prec, optimizer.muon_tp_mode,
+    )  # fmt: skip
+
+
 def optimizer_options(settings: Settings) -> OptimizerOptions:
     optimizer, precision, parallel = settings.optimizer, settings.precision, settings.parallel
     scale = LossScale(
@@ -142,7 +149,8 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
     )  # fmt: skip
     default = OptimizerOptions()
     return OptimizerOptions(
-        kind="adamw" if optimizer.optimizer == "adam" else "sgd", betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
+        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
         distributed=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,

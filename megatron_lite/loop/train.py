@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from formats import rank_files
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
 from megatron_lite.checkpoint.saver import Saver
@@ -105,6 +106,7 @@ def train(run: Run) -> None:
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        _check_replicas(run)
         _log(run, report, lr)
         if run.saver is not None:
             run.saver.check()
@@ -136,6 +138,21 @@ def _check(run: Run, report: StepReport) -> None:
         raise TrainingError(
             f"step {step}: {what}; lower --lr or look at the data of samples {run.progress.consumed_samples} and after "
             "(--no-check-for-nan-in-loss-and-grad continues regardless)"
+        )
+
+
+def _check_replicas(run: Run) -> None:
+    """Raises TrainingError on the ranks that hold a parameter that isn't everywhere the same."""
+    interval = run.settings.training.check_weight_hash_across_dp_replicas_interval
+    if interval is None or run.progress.iteration % interval:
+        return
+    found = run.engine.differing()
+    if found:
+        first, ranks = found[0], ", ".join(map(str, found[0].ranks))
+        more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
+        raise TrainingError(
+            f"step {run.progress.iteration}: {first.name}{more} of data-parallel ranks {ranks} is not what rank 0 has: "
+            "a device or a link computed something else; go on from the last checkpoint on other machines"
         )
 
 
@@ -241,13 +258,16 @@ def save(run: Run) -> None:
     begun = time.perf_counter()
     saving, progress = run.settings.checkpointing, run.progress
     if run.engine.options.lora is not None:
+        where = (
+            f"{saving.save}/{rank_files.iteration_directory(progress.iteration)}"  # what peft and megaconv merge take
+        )
         taken = adapter_snapshot(run.engine, progress, str(saving.load), with_optimizer=not saving.no_save_optim)
     else:
-        taken = _snapshot(run)
+        where, taken = str(saving.save), _snapshot(run)
     run.saver.save(taken)
     run.saved = progress.iteration
     ways = " (being written while training goes on)" if saving.async_save else ""
-    run.say(f"step {progress.iteration:>6} | saved to {saving.save} in {time.perf_counter() - begun:.2f} s{ways}")
+    run.say(f"step {progress.iteration:>6} | saved to {where} in {time.perf_counter() - begun:.2f} s{ways}")
     run.meter.restart()
 
 

@@ -21,7 +21,7 @@ from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
 from megatron_lite.models.self_attention import attended
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, adapted
 
 
 class WholeLinear(nn.Module):
@@ -31,10 +31,11 @@ class WholeLinear(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
+        self.adapter: nn.Module | None = None
         self.weight = nn.Parameter(torch.empty(out, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return adapted(F.linear(x, self.weight), self.adapter, x)
 
 
 class LatentAttention(nn.Module):

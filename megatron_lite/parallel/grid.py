@@ -131,7 +131,7 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
         names, sizes = ("tp x cp x dp x pp", (tp, cp, dp, pp)) if cp > 1 else ("tp x dp x pp", (tp, dp, pp))
         product = " x ".join(map(str, sizes))
         raise LayoutError(f"{names} = {product} = {dense.size}, but there are {world} processes")
-    wanted = {"tp": dense.groups("tp"), "cp": dense.groups("cp"), "replicas": dense.groups(*REPLICAS)}
+    wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
         wanted |= {axis: expert_mesh(layout, dp, cp).groups(axis) for axis in ("etp", "ep", "edp")}
     if world == 1:
@@ -141,6 +141,7 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
         wanted["ends"] = [[column[0], column[-1]] for column in columns]
     made = _Groups(rank)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
+    groups["cp"] = _Groups(rank).own(dense.groups("cp"))  # its own, so that keys don't queue behind gradients
     grid = Grid(
         layout,
         dp,

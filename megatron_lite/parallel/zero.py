@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.buckets import Bucket, ChunkBuckets
+from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.muon import Matrix, Muon, takes
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.settings.options import OptimizerOptions
 
-STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""What each kind keeps for every element."""
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
+"""What each kind keeps for every element that it updates; muon leaves what it doesn't take to adamw."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class FlatRange:
     start: int
     end: int
     tensors: Mapping[str, Tensor]
-    """float32 [end - start], live: `master`, `exp_avg`, `exp_avg_sq` (sgd: `master`, `momentum_buffer`). Copy into them to load."""
+    """float32 [end - start], live: `master`, `exp_avg`, `exp_avg_sq` (sgd, muon: `master`, `momentum_buffer`). Copy into them to load."""
     gradient: Tensor
     """float32 [end - start], live."""
 
@@ -49,7 +52,10 @@ class FlatRange:
 class Optimizer:
     """Of one rank."""
 
-    def __init__(self, chunks: Sequence[ChunkBuckets], options: OptimizerOptions) -> None:
+    def __init__(
+        self, chunks: Sequence[ChunkBuckets], options: OptimizerOptions, tensor_group: ProcessGroup | None = None
+    ) -> None:
+        """tensor_group: the ranks that share each matrix."""
         self.options = options
         self.distributed = options.distributed
         self.steps = 0
@@ -59,36 +65,54 @@ class Optimizer:
         self._ranges = [
             item
             for bucket, master in zip(self._buckets, self._masters, strict=True)
-            for item in _cut(bucket, master, STATE[options.kind])
+            for item in _cut(bucket, master, options.kind)
         ]
         self._torch = self._make()
+        self._muon = self._make_muon(tensor_group)
 
     def ranges(self) -> Iterator[FlatRange]:
         """What this rank updates. Without `distributed` whole parameters, the same on every data-parallel rank."""
         yield from self._ranges
 
-    def _make(self) -> torch.optim.Optimizer:
+    def _make(self) -> torch.optim.Optimizer | None:
         """PyTorch's own arithmetic over our ranges; its state are our tensors."""
+        own = [item for item in self._ranges if kind_of(item.info, self.options.kind) != "muon"]
         groups = [
             {
-                "params": [item.tensors["master"] for item in self._ranges if item.info.decays == decays],
+                "params": [item.tensors["master"] for item in own if item.info.decays == decays],
                 "decays": decays,
             }
             for decays in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
+        if not groups:  # a stage may have nothing but matrices of layers
+            return None
         made: torch.optim.Optimizer
-        if self.options.kind == "adamw":
+        kind = "sgd" if self.options.kind == "sgd" else "adamw"
+        if kind == "adamw":
             made = torch.optim.AdamW(groups, betas=self.options.betas, eps=self.options.eps, fused=True)
         else:
             made = torch.optim.SGD(groups, momentum=self.options.momentum, fused=True)
-        for item in self._ranges:
+        for item in own:
             master = item.tensors["master"]
             master.grad = item.gradient
-            made.state[master] = {name: item.tensors[name] for name in STATE[self.options.kind]}
-            if self.options.kind == "adamw":
+            made.state[master] = {name: item.tensors[name] for name in STATE[kind]}
+            if kind == "adamw":
                 made.state[master]["step"] = torch.zeros((), device=master.device)
         return made
+
+    def _make_muon(self, tensor_group: ProcessGroup | None) -> Muon | None:
+        options = self.options.muon
+        gathered = tensor_group if options.tp_mode == "duplicated" else None
+        matrices = [
+            Matrix(
+                item.info, item.tensors["master"], item.gradient, item.tensors["momentum_buffer"],
+                None if item.info.kind is Kind.EXPERT else gathered,
+            )
+            for item in self._ranges
+            if kind_of(item.info, self.options.kind) == "muon"
+        ]  # fmt: skip
+        return Muon(matrices, options) if matrices else None
 
     def scale_gradients(self, factor: float) -> None:
         """Of this rank's parts."""
@@ -98,9 +122,12 @@ class Optimizer:
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update masters by their gradients, round them to the parameters and start to gather those."""
-        for group in self._torch.param_groups:
-            group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
-        self._torch.step()
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+            self._torch.step()
+        if self._muon is not None:
+            self._muon.step(lr, weight_decay)
         self.steps += 1
         self._publish()
 
@@ -123,7 +150,7 @@ class Optimizer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
-        for values in self._torch.state.values():
+        for values in () if self._torch is None else self._torch.state.values():
             if "step" in values:
                 values["step"].fill_(self.steps)
 
@@ -141,10 +168,17 @@ class Optimizer:
     def bytes_per_parameter(self) -> float:
         """By formula: parameters, gradients, masters and state. Experts' are shared by fewer ranks than others."""
         itemsize = self._buckets[0].data.itemsize
-        kept = 4 * len(STATE[self.options.kind]) + (4 if itemsize < 4 else 0)
+        other = "adamw" if self.options.kind == "muon" else self.options.kind
+        kept = 4 * len(STATE[other]) + (4 if itemsize < 4 else 0)
         elements = sum(len(bucket.data) for bucket in self._buckets)
         own = sum(len(master) for master in self._masters)
-        return itemsize + 4 + kept * own / elements
+        matrices = 0 if self._muon is None else sum(len(matrix.master) for matrix in self._muon.matrices)
+        return itemsize + 4 + (kept * own - 4 * matrices) / elements
+
+
+def kind_of(info: ParameterInfo, kind: str) -> str:
+    """What updates a parameter where the whole optimizer is of this kind."""
+    return "adamw" if kind == "muon" and not takes(info) else kind
 
 
 def _master(bucket: Bucket) -> Tensor:
@@ -152,14 +186,17 @@ def _master(bucket: Bucket) -> Tensor:
     return bucket.data[bucket.own].detach().float()
 
 
-def _cut(bucket: Bucket, master: Tensor, names: Sequence[str]) -> Iterator[FlatRange]:
+def _cut(bucket: Bucket, master: Tensor, kind: str) -> Iterator[FlatRange]:
     """This rank's part of a bucket, parameter by parameter."""
     first, last = bucket.own.start, bucket.own.stop
-    flat = {"master": master} | {name: torch.zeros_like(master) for name in names}
+    flat = {"master": master} | ({} if kind == "muon" else {name: torch.zeros_like(master) for name in STATE[kind]})
     for member in bucket.members:
         start, end = max(member.start, first), min(member.end, last)
         if start < end:
             part = slice(start - first, end - first)
             tensors = {name: tensor[part] for name, tensor in flat.items()}
+            if kind == "muon":
+                own = STATE[kind_of(member.info, kind)]
+                tensors |= {name: torch.zeros_like(tensors["master"]) for name in own}
             gradient = bucket.gradients[start:end]
             yield FlatRange(member.info, start - member.start, end - member.start, tensors, gradient)

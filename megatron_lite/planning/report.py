@@ -96,6 +96,6 @@ class Planned:
         yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
         for item in self.traffic[busiest]:
             what = f"{item.kind} of {item.ranks} ranks" if item.kind != "send" else "messages between stages"
-            yield f"{item.group:>7}  {what:<28} {readable(round(item.bytes)):>11}, of which it sends {readable(round(item.sent))}"
+            yield f"{item.group:>8}  {what:<28} {readable(round(item.bytes)):>11}, of which it sends {readable(round(item.sent))}"
         if self.untrained is not None:
             yield f"this trainer can't train it so yet: {self.untrained}"

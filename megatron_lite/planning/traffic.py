@@ -23,7 +23,7 @@ class Traffic:
     """Of one rank and step."""
 
     group: str
-    """As parallel/grid.py has them: `tp`, `dp`, `ep`, `edp`, `ends`, `world`; `pp` for messages between stages."""
+    """As parallel/grid.py has them: `tp`, `replicas`, `ep`, `edp`, `ends`, `world`; `pp` for messages between stages."""
     kind: str
     """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `send`."""
     bytes: float
@@ -49,7 +49,7 @@ def sizes(run: Described) -> dict[str, int]:
     """Ranks of each group."""
     layout = run.sizes.layout
     return {
-        "tp": layout.tp, "dp": run.sizes.dp, "pp": layout.pp, "ep": layout.ep, "edp": run.expert_dp,
+        "tp": layout.tp, "replicas": run.sizes.dp, "pp": layout.pp, "ep": layout.ep, "edp": run.expert_dp,
         "ends": 2 if layout.pp > 1 else 1, "world": run.world,
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
     yield "world", "all_reduce", (2 + 1 + 2) * FLOAT64  # losses, squares, two signals
     routers = sum(run.config.has("moe", layer) for chunk in chunks for layer in range(chunk.first_layer, _end(chunk)))
     if run.config.experts.router_bias and run.options.balance.bias_rate and routers:
-        for axis in ("tp", "dp"):
+        for axis in ("tp", "replicas"):
             yield axis, "all_reduce", routers * run.config.experts.count * INT64
 
 

@@ -33,6 +33,7 @@ REFUSED = {
     "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
     "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
     "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
+    "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
     "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles",
     "profile_step_end": "profiles", "profile_step_start": "profiles",
 }  # fmt: skip

@@ -112,7 +112,7 @@ class Balance:
     """Balance of experts, whose losses are no part of the loss that is logged"""
 
     moe_router_load_balancing_type: tuple[str, ...] = flag(
-        ("aux_loss",), "losses that keep experts equally busy: aux_loss, seq_aux_loss, none"
+        ("aux_loss",), "losses that keep experts equally busy: aux_loss, seq_aux_loss, global_aux_loss, none"
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "a coefficient for each of them")
     moe_z_loss_coeff: float = flag(0.0, "coefficient of a loss that keeps the router's logits small")
@@ -148,6 +148,9 @@ class Training:
     exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
     exit_duration_in_mins: float | None = flag(None, "save and exit (status 0) after this long")
     seed: int = flag(1234, "of initial weights, order of data, dropout")
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, "steps between checks that data-parallel ranks hold the same weights (none)"
+    )
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "go on when the loss is NaN")
 
 
@@ -155,8 +158,28 @@ class Training:
 class Optimizer:
     """Optimizer and learning rate"""
 
-    optimizer: str = flag("adam", "adam (AdamW), or SGD with momentum", choices=("adam", "sgd"))
+    optimizer: str = flag(
+        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest",
+        choices=("adam", "sgd", "muon"),
+    )  # fmt: skip
     sgd_momentum: float = flag(0.9, "momentum of sgd")
+    muon_momentum: float = flag(0.95, "momentum of muon")
+    muon_use_nesterov: bool = flag(False, "look one step of momentum ahead")
+    muon_num_ns_steps: int = flag(5, "steps of Newton and Schulz's iteration")
+    muon_coefficient_type: str = flag("quintic", "its coefficients", choices=("quintic", "simple"))
+    muon_scale_mode: str = flag(
+        "spectral", "what an update is multiplied with, by its shape: sqrt(max(out, in)), sqrt(out / in), the latter but at least 1",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )  # fmt: skip
+    muon_extra_scale_factor: float = flag(1.0, "and for any shape (0.2: as large as Adam's)")
+    muon_fp32_matmul_prec: str = flag(
+        "medium", "precision of the iteration: bf16 or fp32", choices=("medium", "highest")
+    )
+    muon_tp_mode: str = flag(
+        "blockwise",
+        "each tensor rank's part a matrix of its own, or all of them gathered",
+        choices=("blockwise", "duplicated"),
+    )
     lr: float | None = flag(None, "highest learning rate")
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: str = flag(

@@ -19,7 +19,7 @@ class Balancing:
     """What keeps the experts of a mixture equally busy, by Megatron's names."""
 
     losses: tuple[tuple[str, float], ...] = ()
-    """(`aux_loss` or `seq_aux_loss`, coefficient)."""
+    """(`aux_loss`, `seq_aux_loss` or `global_aux_loss`, coefficient)."""
     z_loss: float = 0.0
     """Coefficient."""
     bias_rate: float = 0.0
@@ -99,15 +99,36 @@ class LossScale:
 
 
 @dataclass(frozen=True)
+class MuonOptions:
+    """Of Muon, by Megatron's names and with its defaults."""
+
+    momentum: float = 0.95
+    nesterov: bool = False
+    steps: int = 5
+    """Of Newton and Schulz's iteration."""
+    coefficients: str = "quintic"
+    """`quintic` or `simple`: megatron_lite/parallel/muon.py."""
+    scale_mode: str = "spectral"
+    """`spectral`, `unit_rms_norm`, `shape_scaling`: what an update is multiplied with, by its shape."""
+    factor: float = 1.0
+    """And for any shape."""
+    precision: str = "medium"
+    """Of the iteration: `medium` is bf16, `highest` fp32."""
+    tp_mode: str = "blockwise"
+    """`blockwise`: each tensor rank's part is a matrix of its own; `duplicated`: they are gathered, as in one process."""
+
+
+@dataclass(frozen=True)
 class OptimizerOptions:
     """How parameters are updated. Learning rate and weight decay are arguments of each step."""
 
     kind: str = "adamw"
-    """`adamw` or `sgd`."""
+    """`adamw`, `sgd` or `muon` (which is AdamW's for all but the matrices of layers)."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
     """Of sgd."""
+    muon: MuonOptions = MuonOptions()
     clip_grad: float = 1.0
     """The largest norm of all gradients together; 0: any."""
     distributed: bool = False

@@ -9,6 +9,7 @@ from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
 
+WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
 """Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
 
@@ -136,6 +137,8 @@ def check_sizes(
 
 def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
     """Raises LayoutError for what context parallelism can't do."""
+    if config.mtp_layers:
+        raise LayoutError("layers that predict further tokens can't be had with context parallelism yet")
     attention, how = config.attention, options.context
     if sequence % (2 * cp):
         raise LayoutError(
@@ -155,6 +158,8 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
             f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
             "take --attention-dropout 0"
         )
+    if config.mtp_layers:
+        raise LayoutError("a model that predicts further tokens can't be trained with context parallelism yet")
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
     if config.experts.count and options.balance.losses:
@@ -206,18 +211,23 @@ def check_flags(settings: Settings) -> None:
         "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
         "eval_interval": training.eval_interval,
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
-        "keep_last": saving.keep_last,
+        "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
+        "keep_last": saving.keep_last, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
         "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
     for name, value in positive.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
     balance = settings.balance
-    unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "none"}
+    unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+    muon = settings.optimizer.optimizer == "muon"
     refused = [
+        (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
+        (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
-        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, none"),
+        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
+                  "global_aux_loss, none"),
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),

@@ -406,9 +406,9 @@ def test_a_huge_memo_index_costs_nothing() -> None:
 
 
 def _quickly(data: bytes, message: str | None) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     refuse(data, message)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_lists_that_multiply_are_refused() -> None:
@@ -541,6 +541,6 @@ def test_any_bytes_give_a_value_or_our_error(data: bytes) -> None:
 def test_a_long_pickle_is_read_quickly() -> None:
     args = Namespace(**{f"argument_{n}": [n, str(n), None, 1.5] for n in range(700)})
     data = pickle.dumps({"args": args, "rng": tuple(range(2**31, 2**31 + 625))}, 2)
-    start = time.perf_counter()
+    start = time.process_time()
     read(data)
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1

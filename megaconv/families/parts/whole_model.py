@@ -111,10 +111,12 @@ def named(config: Mapping[str, Any]) -> str:
 def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
     """A larger model's config.json, with the dtype that its weights now have, and without a quantization that they no longer have."""
     config = {**config, **({TEXT: dict(config[TEXT])} if isinstance(config.get(TEXT), Mapping) else {})}
-    for part in (config, config.get(TEXT)):
-        if isinstance(part, dict):
-            part.pop(QUANTIZATION, None)
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    parts = [part for part in (config, config.get(TEXT)) if isinstance(part, dict)]
+    for part in parts:
+        part.pop(QUANTIZATION, None)
+    stated = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
+    for part, key in stated or [(config, "torch_dtype")]:
+        part[key] = dtype
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -185,7 +185,10 @@ class DistOptimizer:
     def _slots_of(
         self, name: str, weight: LazyTensor, slots: Mapping[str, Mapping[str, LazyTensor]]
     ) -> dict[str, LazyTensor]:
-        kept = SGD if slots.keys().isdisjoint(ADAM) and not slots.keys().isdisjoint(SGD) else ADAM
+        has = {
+            slot for slot, tensors in slots.items() if name in tensors
+        }  # muon's matrices have SGD's, the rest Adam's
+        kept = SGD if has.isdisjoint(ADAM) and not has.isdisjoint(SGD) else ADAM
         wanted = kept if weight.dtype == "float32" else (MASTER, *kept)
         found = {slot: tensor for slot in wanted if (tensor := slots.get(slot, {}).get(name)) is not None}
         missing = [slot for slot in wanted if slot not in found]

@@ -60,7 +60,7 @@ def _main(given: argparse.Namespace) -> None:
     if given.max_waiting < 0 or given.max_body_bytes < 1 or given.request_timeout <= 0 or not 0 <= given.port < 1 << 16:
         raise UsageError("--max-waiting, --max-body-bytes, --request-timeout and --port can't be negative")
     key = _key(given)
-    run(given, lambda opened: _serve(opened, given, key))
+    run(given, lambda opened: _serve(opened, given, key), lasting=True)
 
 
 def _key(given: argparse.Namespace) -> str | None:
@@ -85,7 +85,7 @@ def _serve(opened: Opened, given: argparse.Namespace, key: str | None) -> None:
     from megatron_lite.inference.server.worker import Worker
 
     def failed(error: BaseException) -> None:
-        launch.leave(report(error, "rank 0 (which serves)", None))
+        launch.leave(report(error, "rank 0 (which serves)", opened.store))
 
     worker = Worker(opened.model, given.max_waiting, failed)
     limits = Limits(given.max_body_bytes, given.request_timeout)

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron_lite.inference.batching import Request, RunningBatch, Step
-from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.model import IDLE_S, EngineModel
 from megatron_lite.inference.server.errors import Overloaded, ShuttingDown
 
 T = TypeVar("T")
-
-_IDLE_S = 20.0
-"""How long other ranks wait for a turn before they hear that there is none."""
 
 
 @dataclass(eq=False)
@@ -125,7 +122,7 @@ class Worker:
         while True:
             try:
                 idle = not (self._batch.busy or self._alone)
-                command = self._commands.get(block=idle, timeout=_IDLE_S if idle else None)
+                command = self._commands.get(block=idle, timeout=IDLE_S if idle else None)
             except queue.Empty:
                 if not idle:
                     return True

@@ -5,6 +5,7 @@
 | columns           | whole on every rank      | by rows as W is | forward none (with sequence parallelism gathered), backward summed |
 | rows              | by columns as W is       | whole           | summed (scattered) forward, backward none (gathered)               |
 | experts           | whole, of one expert     | the same        | none                                                               |
+| not at all        | whole on every rank      | the same        | none                                                               |
 
 So a whole matrix has the gradient of what its rank sees: all tokens, or under sequence parallelism its own.
 """
@@ -30,6 +31,7 @@ class Sharding(Enum):
     COLUMNS = Kind.OF_TOKENS, Kind.SHARDED
     ROWS = Kind.SHARDED, Kind.OF_TOKENS
     EXPERTS = Kind.EXPERT, Kind.EXPERT
+    NOT_AT_ALL = Kind.OF_TOKENS, Kind.OF_TOKENS
 
 
 class Pair(nn.Module):
@@ -69,7 +71,7 @@ class Adapter(nn.Module):
         """What is added to the matrix's product with x, of the same shape."""
         pairs = [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
         inner = F.linear(self._dropped(x), torch.cat([pair.lora_a for pair in pairs])) * self.options.scale
-        if self.ranks.group is not None:
+        if self.ranks.group is not None and self.sharding is not Sharding.NOT_AT_ALL:
             whole = self.sharding is Sharding.COLUMNS
             across = comm.shared_over(inner, self.ranks.group, gather=self.ranks.sequence) if whole else None
             inner = comm.sum_over(inner, self.ranks.group, scatter=self.ranks.sequence) if across is None else across

@@ -10,6 +10,7 @@ from formats.tensor import Box
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor, Region
+from megatron_lite.models.latent_attention import WholeLinear
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter, Pair, Sharding
 from megatron_lite.models.lora.shares import Module, Share, modules_of, shares_of
@@ -21,6 +22,7 @@ from megatron_lite.settings.options import LoRA
 ALL_LINEAR = "all-linear"
 _SHARDING = (
     ((NormColumnLinear, ColumnLinear), Sharding.COLUMNS), ((RowLinear,), Sharding.ROWS), ((ExpertMatrix,), Sharding.EXPERTS),
+    ((WholeLinear,), Sharding.NOT_AT_ALL),
 )  # fmt: skip
 _LAYER = re.compile(r"decoder\.layers\.\d+(?=\.)")
 

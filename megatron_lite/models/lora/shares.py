@@ -73,7 +73,8 @@ class _Whole:
     """Where a canonical matrix lies in a module."""
 
     module: Module
-    first_output: int
+    runs: tuple[tuple[int, int, int], ...]
+    """(first row, the one behind the last, the module's output that the first one is)."""
 
 
 def modules_of(config: ModelConfig) -> Mapping[str, _Whole]:
@@ -88,22 +89,23 @@ def modules_of(config: ModelConfig) -> Mapping[str, _Whole]:
 
 def _wholes(native: NativeTensor) -> Iterator[tuple[str, _Whole]]:
     stacked = len(native.shape) == 3
+    rows, columns = native.shape[-2:]
+    path, _, last = native.name.rpartition(".")
     for name, regions in native.parts.items():
-        region = regions[0]
-        if len(regions) > 1 or region.pairs or region.halves or region.row_step > 1 or region.repeat > 1:
+        if any(region.pairs or region.halves or region.row_step > 1 or region.repeat > 1 for region in regions):
             continue  # no model that is trained has its matrices so
-        rows, columns = native.shape[-2:]
-        out, width = (columns, rows) if region.transposed else (rows, columns)
-        expert = region.row // rows if stacked else None
-        path, _, last = native.name.rpartition(".")
-        module = Module(path, None if last == "weight" else last, expert, out, width, region.transposed)
-        yield name, _Whole(module, region.col if region.transposed else region.row % rows)
+        transposed = regions[0].transposed
+        out, width = (columns, rows) if transposed else (rows, columns)
+        expert = regions[0].row // rows if stacked else None
+        module = Module(path, None if last == "weight" else last, expert, out, width, transposed)
+        first = [region.col if transposed else region.row % rows for region in regions]
+        yield name, _Whole(module, tuple((r.box.row0, r.box.row1, at) for r, at in zip(regions, first, strict=True)))
 
 
 def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Share, ...]:
-    """Of a rank's matrix, in the order of its rows; empty where it is made of something else."""
-    if len(native.shape) != 2 or not native.parts.keys() <= modules.keys():
-        return ()
+    """Of a rank's matrix. Raises NotExpressible for one whose rows aren't those of modules of transformers."""
+    if not native.parts.keys() <= modules.keys():
+        raise NotExpressible(f"{native.name} can't have an adapter: transformers has no module with these weights")
     rows: dict[str, list[Rows]] = {}
     columns: dict[str, tuple[int, int]] = {}
     known: dict[str, Module] = {}
@@ -113,8 +115,11 @@ def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Shar
         for region in regions:
             _check(native, region)
             box = region.box
-            run = Rows(region.row, where.first_output + box.row0, box.rows)
-            rows.setdefault(where.module.name, []).append(run)
+            for row0, row1, output in where.runs:
+                first, last = max(row0, box.row0), min(row1, box.row1)
+                if first < last:
+                    run = Rows(region.row + first - box.row0, output + first - row0, last - first)
+                    rows.setdefault(where.module.name, []).append(run)
             columns[where.module.name] = box.col0, box.col1
     return tuple(Share(module, tuple(sorted(rows[name])), columns[name]) for name, module in known.items())
 

@@ -5,7 +5,8 @@ With T tokens, E experts of which k are chosen, f_e tokens whose best k scores i
 as megatron/core/transformer/moe/moe_utils.py has them.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,24 @@ from megatron_lite.parallel.tensor import TensorGroup
 
 
 @dataclass(frozen=True)
+class Step:
+    """What microbatches of a step know of those before them."""
+
+    groups: Sequence[comm.Group] = ()
+    """Together they reach all ranks that have other tokens of the same layers."""
+    busy: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    """By layer, f_e of all ranks' tokens, summed over so many microbatches."""
+
+
+@dataclass(frozen=True)
 class Balance:
     """Of one pass of a microbatch."""
 
     share: float
     """Of this microbatch in the step's loss: what gradients of these losses are multiplied with."""
+    step: Step = field(default_factory=Step)
+    mean_busy: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, f_e of all ranks' tokens, the mean of this microbatch and those before it; kept for when it is computed again."""
     logged: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """By name and layer, before the coefficient; the same again when a layer is computed again."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -76,6 +90,20 @@ def by_sequence(probabilities: Tensor, per_token: int, batch: int, ranks: Tensor
         length *= ranks.size
     experts = probabilities.shape[-1]
     return (busy * each.sum(0)).sum() * (experts / (per_token * length * length * batch))
+
+
+def over_the_step(probabilities: Tensor, per_token: int, layer: int, balance: Balance) -> Tensor:
+    """aux without c, where T and f are those of all ranks, f the mean over the microbatches so far; over ranks the sum is the loss."""
+    step, ranks = balance.step, math.prod(comm.size(group) for group in balance.step.groups)
+    if layer not in balance.mean_busy:
+        busy = _busy(probabilities, per_token)
+        for group in step.groups:
+            comm.all_reduce(busy, group)
+        before, passes = step.busy.get(layer, (torch.zeros_like(busy), 0))
+        step.busy[layer] = before + busy, passes + 1
+        balance.mean_busy[layer] = step.busy[layer][0] / (passes + 1)
+    tokens, experts = len(probabilities) * ranks, probabilities.shape[-1]
+    return (balance.mean_busy[layer] * probabilities.sum(0)).sum() * (experts / (per_token * tokens * tokens))
 
 
 def _busy(probabilities: Tensor, per_token: int) -> Tensor:

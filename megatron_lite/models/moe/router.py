@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron_lite.models.moe.balance import Balance, by_sequence, join, load_balancing, of_logits
+from megatron_lite.models.moe.balance import Balance, by_sequence, join, load_balancing, of_logits, over_the_step
 from megatron_lite.models.moe.capacity import taken
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
@@ -103,6 +103,8 @@ class Router(nn.Module):
         for kind, coefficient in self.options.losses:
             if kind == "aux_loss":
                 found = load_balancing(probabilities, self.experts.per_token, self.ranks)
+            elif kind == "global_aux_loss":
+                found = over_the_step(probabilities, self.experts.per_token, self.layer, balance)
             else:
                 found = by_sequence(probabilities, self.experts.per_token, batch, self.ranks)
             balance.logged[kind, self.layer] = found.detach()

@@ -234,22 +234,29 @@ def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
     assert "room for 63" in said["error"]["message"]
 
 
+def ranks(torchrun: int) -> dict[int, int]:
+    """Processes by rank."""
+    found = {}
+    for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        found |= {int(word.removeprefix("RANK=")): int(pid) for word in words if word.startswith("RANK=")}
+    return found
+
+
 @pytest.mark.slow
-def test_ranks_serve_together_and_a_killed_one_ends_it(model: tuple[Path, Any]) -> None:
-    running = Serving(model[0], "--tp", "2", world=2)
+def test_ranks_serve_together_and_end_together(model: tuple[Path, Any]) -> None:
     body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    running = Serving(model[0], "--tp", "2", world=2)
     assert running.ask("/v1/completions", body)[1]["choices"][0]["text"] == expected(model, "Hello", 8)
-    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-    ranks = {
-        int(
-            dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)[
-                "RANK"
-            ]
-        ): int(pid)
-        for pid in children
-        if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    }
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks(running.process.pid)[0], signal.SIGTERM)
+    running.process.communicate(timeout=120)
+    assert running.process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_server(model: tuple[Path, Any]) -> None:
+    running = Serving(model[0], "--tp", "2", world=2)
+    os.kill(ranks(running.process.pid)[1], signal.SIGKILL)
     _, errors = running.process.communicate(timeout=120)
     assert running.process.returncode != 0
     assert "Signal 9" in errors or "lost the connection" in errors

@@ -31,6 +31,7 @@ def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another
     whole = train(tmp_path / "whole", 1, f"{FRESH} --train-iters 4 --save ckpt --save-interval 2")
     assert "LoRA of rank 4, alpha 8 on q_proj v_proj linear_fc2, fresh: " in whole.log(0)
     assert " parameters on this rank, frozen" in whole.log(0)
+    assert "saved to ckpt/iter_0000004 in " in whole.log(0)
     saved = tmp_path / "whole" / "ckpt" / "iter_0000004"
     assert {path.name for path in saved.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json",

@@ -13,12 +13,14 @@ from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.options import ModelOptions, MuonOptions, OptimizerOptions, Recompute
 from megatron_lite.settings.sizes import check_sizes
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
 """Tokens of a sequence, sequences of a microbatch, microbatches of a step over all data-parallel ranks."""
 NONE, FULL, BLOCK, SELECTIVE = Recompute(), Recompute("full"), Recompute("full", "block", 1), Recompute("selective")
+
+MUON = MuonOptions()
 
 _SIZES: dict[str, Any] = {
     "layers.count": 4,
@@ -75,6 +77,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     """Further fields of ModelOptions."""
     kind: str = "adamw"
+    muon: MuonOptions = MUON
 
     @property
     def world(self) -> int:
@@ -120,6 +123,7 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
     )
     optimizer = OptimizerOptions(
         kind=case.kind,
+        muon=case.muon,
         betas=(0.9, 0.95),
         clip_grad=case.clip,
         distributed=case.distributed,

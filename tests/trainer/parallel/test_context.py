@@ -10,8 +10,9 @@ import torch
 from megaconv.errors import LayoutError
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
+from megatron_lite.models import across
 from megatron_lite.models.across import blocks_of
-from megatron_lite.models.attention import attend
+from megatron_lite.models.attention import attend, sdpa
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.passes import Packed, Passes
 from megatron_lite.parallel import comm
@@ -68,6 +69,35 @@ def test_every_rank_has_as_much_to_do() -> None:
         return int((own + 1).sum())
 
     assert len({pairs(rank) for rank in range(4)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [("cpu", torch.float32, 1e-5), pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_put_together_are_one_call(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """With either device's kernel: keys before the queries', and then (causal) their own or more that all are seen."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(16, 2, 4, 64), (32, 2, 2, 64), (32, 2, 2, 64), (16, 2, 4, 64)]
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes)
+    mask = torch.ones(16, 32, dtype=torch.bool, device=device).tril(16 if causal else 32)
+    expected = sdpa(q, k, v, mask, 0.0)
+    gradients = torch.autograd.grad(expected, (q, k, v), grad)
+    out, logs = torch.zeros_like(expected, dtype=torch.float32), torch.full((16, 2, 4), -torch.inf, device=device)
+    q, k, v, grad = (x.detach() for x in (q, k, v, grad))
+    halves = (slice(0, 16), False), (slice(16, 32), causal)
+    for part, own in halves:
+        across._merge(out, logs, *across._attended(q, k[part], v[part], None, causal=own))
+    found = [
+        across._gradients(grad, q, k[part], v[part], out.to(dtype), logs, None, causal=own) for part, own in halves
+    ]
+    torch.testing.assert_close(out, expected.float(), rtol=tolerance, atol=tolerance)
+    dq = found[0][0].float() + found[1][0].float()
+    for one, other in zip(
+        (dq, *(torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])), gradients, strict=True
+    ):
+        torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
 
 DOCUMENTS = ((5, 11), (16,))
@@ -240,6 +270,13 @@ def test_what_can_not_be_is_refused_with_the_arithmetic(
     arguments = {"world": 2, "sequence": 16, "microbatches": 4, "cp": 2, **sizes}
     with pytest.raises(LayoutError, match=said):
         check_sizes(config, Layout(stage_layers=(4,)), options=ModelOptions(**options), **arguments)
+
+
+def test_a_model_that_predicts_further_tokens_is_refused() -> None:
+    """Their labels are other ranks'."""
+    model = changed(FEATURES["deepseek_v3"], {"mtp_layers": 1})
+    with pytest.raises(LayoutError, match="predicts further tokens"):
+        check_sizes(model, Layout(stage_layers=(4,)), 2, ModelOptions(), 16, 1, 2)
 
 
 def test_losses_that_balance_experts_are_refused() -> None:

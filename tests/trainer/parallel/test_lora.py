@@ -21,6 +21,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
+from tests.transformers_oracle import MIXTURES, VARIANTS, create
 
 PEFT = Path(__file__).parents[2] / "fixtures"
 TRAINED = Path(__file__).parents[1] / "fixtures"
@@ -36,26 +37,29 @@ class Case:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     distributed: bool = False
     recompute: Recompute = NONE
     lora: LoRA | None = None
     """None: as the fixture's adapter is."""
+    directory: Path | None = None
+    """Of the base, where it is none of the fixtures."""
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def base(self) -> Path:
-        return PEFT / f"peft-{self.model}" / "base"
+        return self.directory or PEFT / f"peft-{self.model}" / "base"
 
     @property
     def adapter(self) -> Path:
         return PEFT / f"peft-{self.model}" / "adapter"
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep") if getattr(self, name) > 1]
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep", "cp") if getattr(self, name) > 1]
         flags = [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
         return " ".join([self.model, *words, *flags, self.recompute.granularity or ""]).strip()
 
@@ -63,19 +67,19 @@ class Case:
 def make(case: Case, *, trained: bool = True) -> Engine:
     """With the fixture's adapter; with a fresh one where the case names its options."""
     source = open_checkpoint(case.base)
-    start = read_adapter(case.adapter, source.config)
+    start = read_adapter(case.adapter, source.config) if case.lora is None else None
     layout = Layout(
         case.tp, case.pp, 1, case.ep, stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit())
     )
-    grid = make_grid(layout, case.dp, torch.device("cpu"), experts=source.config.experts.count > 0)
+    grid = make_grid(layout, case.dp, torch.device("cpu"), cp=case.cp, experts=source.config.experts.count > 0)
     options = ModelOptions(
         "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
-        lora=case.lora or start.options,
+        lora=start.options if start is not None else case.lora,
     )  # fmt: skip
     optimizer = OptimizerOptions(betas=(0.9, 0.95), clip_grad=0, distributed=case.distributed, bucket_elements=500)
     engine = Engine(source.config, grid, options, optimizer if trained else None)
     load_weights(engine, source.tensors)
-    if case.lora is None:
+    if start is not None:
         load_adapters(engine, {Key(name): tensor for name, tensor in start.tensors.items()})
     else:
         init_adapters(engine, seed=7)
@@ -98,18 +102,32 @@ def train(_rank: int, case: Case, steps: int) -> tuple[list[float], dict[Key, to
 
 
 CASES = [
-    Case("llama-all-linear"),
     Case("llama-all-linear", tp=2, dp=2, sequence_parallel=True, distributed=True, recompute=Recompute("selective")),
+    Case("gpt2-conv1d", pp=2),
+    Case("mixtral-experts", tp=2, ep=2, sequence_parallel=True),
+]
+FURTHER = [
+    Case("llama-all-linear"),
     Case("llama-all-linear", tp=2, pp=2, recompute=Recompute("full")),
+    Case("llama-all-linear", tp=2, cp=2, sequence_parallel=True, distributed=True),
     Case("gpt2-conv1d", tp=2),
     Case("mixtral-experts"),
-    Case("mixtral-experts", tp=2, ep=2, sequence_parallel=True),
     Case("mixtral-experts", pp=2, dp=2, ep=2, distributed=True),
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FURTHER, ids=str)
+def test_ten_steps_at_every_layout_are_those_of_peft(case: Case, world: World) -> None:
+    assert_ten_steps(case, world)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ten_steps_are_those_of_peft(case: Case, world: World) -> None:
+    assert_ten_steps(case, world)
+
+
+def assert_ten_steps(case: Case, world: World) -> None:
     done = TRAINED / f"lora-{case.model}"
     expected = json.loads((done / "losses.json").read_text())["losses"]
     adapter = read_adapter(done, open_checkpoint(case.base).config)
@@ -163,7 +181,23 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
     ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
 )
 def test_what_is_saved_is_merged_and_read_back(model: str, lora: LoRA, tmp_path: Path) -> None:
-    case = Case(model, lora=lora)
+    assert_saved_and_merged(Case(model, lora=lora), lora, tmp_path)
+
+
+@pytest.mark.oracle
+def test_latent_attention_and_shared_experts_have_adapters_too(world: World, tmp_path: Path) -> None:
+    create((VARIANTS | MIXTURES)["deepseek_v3"], tmp_path / "base")
+    lora = LoRA(2, 4.0)
+    case = Case("deepseek_v3", lora=lora, directory=tmp_path / "base")
+    assert_saved_and_merged(case, lora, tmp_path)
+    (alone,) = world.run(1, train, case, 3)
+    across = replace(case, tp=2, ep=2, sequence_parallel=True)
+    assert world.run(2, train, across, 3)[0][0] == pytest.approx(alone[0], rel=TOLERANCE)
+    modules = {name.split(".")[-3] for name in (key.name for key in alone[1])}
+    assert {"kv_a_proj_with_mqa", "kv_b_proj", "gate_up_proj", "gate_proj"} <= modules
+
+
+def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     engine = make(case)
     for step in range(3):
         engine.train_step(batches(case, step, engine), 1e-2)

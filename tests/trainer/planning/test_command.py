@@ -86,15 +86,17 @@ def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "TP 2, PP 2" in out
     assert "DP 2" in out
-    for group in ("tp", "dp", "pp", "world"):
-        assert f"\n{group:>7}  " in out
+    for group in ("tp", "replicas", "pp", "world"):
+        assert f"\n{group:>8}  " in out
 
 
 def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{GPT3} --tp 7".split()) == 2
     assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
+    assert main(f"{GPT3} --cp 2".split()) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2
+    assert len(errors) == 3
+    assert "plan doesn't count with it yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())

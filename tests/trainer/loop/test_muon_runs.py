@@ -1,0 +1,32 @@
+"""Runs with Muon: what is saved is gone on with to the same bits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import run as megaconv
+from tests.trainer.loop.launches import LLAMA, launch, train
+
+MUON = f"pretrain {LLAMA} --optimizer muon --bf16 --train-iters 4 --check-weight-hash-across-dp-replicas-interval 1"
+
+
+@pytest.mark.parametrize(("form", "size"), [("torch_dist", 2), ("torch", 1)])
+def test_a_stopped_run_goes_on_to_the_same_bits(form: str, size: int, tmp_path: Path) -> None:
+    train(tmp_path / "straight", size, f"{MUON} --ckpt-format {form} --save ckpt")
+    for more in ("--exit-interval 2", "--resume"):
+        train(tmp_path / "stopped", size, f"{MUON} --ckpt-format {form} --save ckpt {more}")
+    straight, stopped = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "stopped")
+    )
+    assert straight == stopped
+    outcome = megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt")
+    assert outcome.status == 0
+    assert "momentum_buffer" in outcome.out
+
+
+def test_a_distributed_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    running = launch(tmp_path, 1, f"{MUON} --use-distributed-optimizer")
+    assert running.wait() == [2]
+    assert "--optimizer muon takes whole matrices" in running.log(0)
