@@ -11,6 +11,7 @@ from os import fdopen
 from pathlib import Path
 
 from formats import torch_legacy
+from formats.ceilings import PICKLE_BYTES
 from formats.pickle_globals import MalformedError, UnsafeCallError, called_by, is_ordinary
 from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
@@ -100,7 +101,7 @@ def _judge(found: Global, *, called: bool) -> str:
 
 
 def scan_file(path: Path, ranges: list[tuple[int, int]] | None = None) -> Iterator[Pickle]:
-    """All pickles of a file; none where it is of another kind. ranges: (offset, bytes) of the archives in a `.distcp` file.
+    """All pickles of a file; none where it is of another kind. ranges: (offset, bytes) of the files in a `.distcp` file or a tar archive.
 
     Raises CorruptCheckpoint for an archive whose directory can't be true, and for what isn't a regular file.
     """
@@ -109,8 +110,11 @@ def scan_file(path: Path, ranges: list[tuple[int, int]] | None = None) -> Iterat
     if ranges is not None:
         file = InputFile.open(path)
         for start, nbytes in ranges:
-            if file.read(start, min(nbytes, 4)) == ZIP:
+            head = file.read(start, min(nbytes, 4))
+            if head == ZIP:
                 yield from _of_archive(file, start, nbytes)
+            elif head[:2] in _PROTOCOLS:
+                yield from _in_a_row(file.read(start, min(nbytes, PICKLE_BYTES)))
         file.close()
         return
     with fdopen(open_regular(path), "rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
@@ -131,7 +135,7 @@ def _of_archive(file: InputFile, start: int, nbytes: int) -> Iterator[Pickle]:
             yield scan_pickle(file.read(entry.offset, entry.nbytes), 0, name)
 
 
-def _in_a_row(data: mmap) -> Iterator[Pickle]:
+def _in_a_row(data: mmap | bytes) -> Iterator[Pickle]:
     legacy = data[: len(torch_legacy.MAGIC)] == torch_legacy.MAGIC
     offset = number = 0
     while offset < len(data) and data[offset : offset + 2] in _PROTOCOLS:

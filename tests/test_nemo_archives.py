@@ -3,6 +3,7 @@
 import gzip
 import io
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,23 @@ def test_headers_that_no_archive_has_end_in_our_own_errors(tmp_path: Path) -> No
         (tmp_path / "y.tar").write_bytes(changed)
         with pytest.raises(CheckpointError):
             tar_archive.read_members(InputFile.open(tmp_path / "y.tar"))
+
+
+def test_what_lies_in_an_archive_is_scanned_too(tmp_path: Path) -> None:
+    assert run("scan", write(tmp_path / "good.nemo", files(LLAMA))).status == 0
+    calls = b"cos\nsystem\n(S'true'\ntR."
+    for number, content in enumerate((b"\x80\x02" + calls, _torch_file(b"\x80\x02" + calls))):
+        outcome = run("scan", write(tmp_path / f"{number}.nemo", {"model_weights.ckpt": content}))
+        assert (outcome.status, "os.system" in outcome.out) == (6, True), outcome
+    path = write(tmp_path / "link.nemo", {"../model_weights.ckpt": b"x"}, prefix="")
+    assert run("scan", path).status == 6
+
+
+def _torch_file(pickled: bytes) -> bytes:
+    stored = io.BytesIO()
+    with zipfile.ZipFile(stored, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    return stored.getvalue()
 
 
 def test_a_file_larger_than_a_header_can_say_has_its_size_before_it(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats import dcp_metadata, safetensors, torch_zip
+from formats import dcp_metadata, safetensors, tar_archive, torch_zip
 from formats.ceilings import CONFIG_BYTES, INDEX_BYTES
 from formats.errors import CheckpointError, UnsafeContent
 from formats.pickle_scan import UNSAFE, Pickle, scan_file
 from formats.regular_files import read_json, regular_size
+from formats.tensor import InputFile
 from megaconv.engine.sidecars import leads_out
 from megaconv.errors import UsageError
 from megaconv.hub import nothing_at, resolve
@@ -166,7 +167,9 @@ def _check_structure(file: Path, has_pickles: bool) -> None:
 
 
 def _ranges(file: Path) -> list[tuple[int, int]] | None:
-    """Where the archives of a `.distcp` file lie, as the `.metadata` beside it says; None for other files."""
+    """Where the archives of a `.distcp` file lie, as the `.metadata` beside it says, and the files of a `.nemo`; None for other files."""
+    if file.suffix == ".nemo":
+        return sorted((each.offset, each.size) for each in tar_archive.read_members(InputFile.open(file)).values())
     if file.suffix != ".distcp":
         return None
     metadata = dcp_metadata.read(file.parent / dcp_metadata.METADATA_NAME)
