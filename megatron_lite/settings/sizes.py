@@ -158,8 +158,6 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
             f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
             "take --attention-dropout 0"
         )
-    if config.mtp_layers:
-        raise LayoutError("a model that predicts further tokens can't be trained with context parallelism yet")
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
     if config.experts.count and options.balance.losses:

@@ -275,7 +275,7 @@ def test_what_can_not_be_is_refused_with_the_arithmetic(
 def test_a_model_that_predicts_further_tokens_is_refused() -> None:
     """Their labels are other ranks'."""
     model = changed(FEATURES["deepseek_v3"], {"mtp_layers": 1})
-    with pytest.raises(LayoutError, match="predicts further tokens"):
+    with pytest.raises(LayoutError, match="layers that predict further tokens"):
         check_sizes(model, Layout(stage_layers=(4,)), 2, ModelOptions(), 16, 1, 2)
 
 
