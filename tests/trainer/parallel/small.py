@@ -107,7 +107,10 @@ class Case:
         )
 
 
-def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000) -> Engine:
+CPU = torch.device("cpu")
+
+
+def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000, device: torch.device = CPU) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
         case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
@@ -134,7 +137,7 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
     dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
     engine = Engine(
         config,
-        make_grid(layout, dp, torch.device("cpu"), cp=case.cp, experts=config.experts.count > 0),
+        make_grid(layout, dp, device, cp=case.cp, experts=config.experts.count > 0),
         options,
         optimizer,
     )

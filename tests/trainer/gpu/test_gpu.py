@@ -1,0 +1,86 @@
+"""On a GPU: every small model against the CPU's losses, compiled layers, flash attention, two ranks on NCCL.
+
+Written without a GPU at hand: until `make test-gpu` has run somewhere, none of these has ever been seen to pass.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.models.attention import has_flash
+from tests.trainer.loop.launches import LLAMA, MIXTRAL, train
+from tests.trainer.parallel.small import MODELS, Case, batches, make_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+STEPS = 5
+
+
+def losses(case: Case, device: torch.device) -> list[float]:
+    engine = make_engine(case, device=device)
+    found = []
+    for number in range(STEPS):
+        own = [
+            replace(
+                batch,
+                tokens=batch.tokens.to(device),
+                labels=batch.labels.to(device),
+                loss_mask=None if batch.loss_mask is None else batch.loss_mask.to(device),
+            )
+            for batch in batches(case, number)
+        ]
+        found.append(engine.train_step(own, lr=1e-3, weight_decay=0.1).loss)
+    engine.finish()
+    return found
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_gpu_trains_as_a_cpu_does(model: str) -> None:
+    """In fp32, products too."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert losses(Case(model), GPU) == pytest.approx(losses(Case(model), CPU), rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gpt2"])
+def test_compiled_layers_train_as_others_do(model: str) -> None:
+    compiled = Case(model, options=(("compile", True),))
+    assert losses(compiled, GPU) == pytest.approx(losses(Case(model), GPU), rel=1e-4)
+
+
+def test_muon_on_a_gpu_trains_as_on_a_cpu() -> None:
+    case = Case("qwen3", kind="muon")
+    assert losses(case, GPU) == pytest.approx(losses(case, CPU), rel=1e-2)
+
+
+@pytest.mark.skipif(not has_flash(), reason="flash-attn is not installed")
+def test_flash_attention_agrees_with_pytorchs() -> None:
+    flash, sdpa = (
+        losses(Case("qwen3", options=(("dtype", "bfloat16"), ("attention", name))), GPU) for name in ("flash", "sdpa")
+    )
+    assert flash == pytest.approx(sdpa, rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{LLAMA} --tp 2 --sequence-parallel",
+        f"{LLAMA} --pp 2",
+        f"{LLAMA} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        f"{MIXTRAL} --ep 2",
+    ],
+    ids=["tensor", "pipeline", "data", "experts"],
+)
+def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) -> None:
+    found = []
+    for backend in ("nccl", "gloo"):
+        train(tmp_path / backend, 2, f"pretrain {command} --train-iters 5 --distributed-backend {backend}")
+        lines = (tmp_path / backend / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line)["loss"] for line in lines])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
