@@ -1,6 +1,7 @@
 """NVFP4 as nvidia-modelopt 0.47 exports it: tensors that it quantized, and what its own dequantize() makes of them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,16 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     assert_refused(run("fingerprint", path), 3, "there is no model.layers.1.mlp.down_proj.weight_scale_2")
     assert np.isfinite(EXPECTED[f"{MODULES[0]}.float32"].numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"config_groups": {"a": 5}}, {"config_groups": {"a": {}}}, {"group_size": []}, {"config_groups": {"a": {"weights": {"group_size": {}}}}}],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_a_wrong_kind_end_in_one_line(settings: dict[str, object], tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "peft-llama-all-linear/base", tmp_path / "in")
+    file = tmp_path / "in/config.json"
+    quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4", **settings}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, "quantization_config: has a value of a wrong kind")

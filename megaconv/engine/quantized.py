@@ -25,6 +25,7 @@ from megaconv.engine.cast import CastTensor
 from megaconv.engine.rounding import Floats, rounded
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
+from megaconv.model.check import well_formed
 
 _log = logging.getLogger("megaconv")
 
@@ -205,8 +206,9 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
 def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
     """Raises UnsupportedInput for another algorithm of ModelOpt's, and for groups of another size."""
     algorithm, groups = quantization.get("quant_algo"), quantization.get("config_groups")
-    settings = [group["weights"] for group in groups.values()] if isinstance(groups, Mapping) else [quantization]
-    sizes = {each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)}
+    with well_formed(f"{where}: quantization_config"):
+        settings = [group["weights"] for group in groups.values()] if isinstance(groups, Mapping) else [quantization]
+        sizes = {each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)}
     if algorithm != "NVFP4" or sizes != {_NVFP4_GROUP}:
         raise UnsupportedInput(
             f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {', '.join(map(str, sizes))}; only NVFP4 "
