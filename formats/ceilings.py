@@ -41,6 +41,15 @@ it: a container takes up to 250 bytes as a Python object."""
 PICKLE_VALUE_BYTES = 4
 """Of a pickle, for each container in it: checkpoints have from 6.5 on."""
 
+GGUF_HEADER_BYTES = 64 << 20
+"""What comes before a GGUF file's tensors: 16 MB with a vocabulary of 262,000 and its merges."""
+
+GGUF_ENTRIES = 100_000
+"""Keys of a GGUF file, and as many tensors: some thousands, since experts are stacked."""
+
+GGUF_STRINGS = 2_000_000
+"""In arrays of a GGUF file: words of a vocabulary, and its merges."""
+
 YAML_BYTES = 1 << 20
 """run_config.yaml, model.yaml: some 30 kilobytes of settings."""
 
@@ -50,6 +59,9 @@ PyYAML has no libyaml it reads ten thousand a second."""
 
 YAML_DEPTH = 64
 """Levels of a YAML document; a run's settings have six."""
+
+YAML_NUMBER = 400
+"""Characters of a number in YAML: one in base 60 takes time by the square of them, one in base 16 can't be shown."""
 
 AXES = 64
 """Of a tensor: numpy's limit; torch's models have up to five."""

@@ -67,7 +67,9 @@ def _files(path: Path) -> list[Path]:
     for child in path.iterdir():
         match = _FILE.fullmatch(child.name)
         if match:
-            found.setdefault(int(match[1]), {})[int(match[2])] = child
+            ranks = found.setdefault(int(match[1]), {})
+            if ranks.setdefault(int(match[2]), child) != child:
+                raise CorruptCheckpoint(f"{child}: is another file of a rank that has one; keep one of them")
     if len(found) != 1:
         raise CorruptCheckpoint(
             f"{path}: has model_world_size_N_rank_R.pt of runs with {' and '.join(map(str, sorted(found)))} ranks; keep one run's"
@@ -91,6 +93,7 @@ def _state(file: Path) -> Mapping[str, Any]:
 
 def _joined(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTensor:
     if hasattr(values[0], "read_into"):
+        _require_alike(name, values, files)
         return values[0]  # type: ignore[no-any-return]
     whole, parts, dtypes = None, dict[Shape, _Part](), set[str]()
     for value, file in zip(values, files, strict=True):
@@ -110,6 +113,14 @@ def _joined(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTens
     return ChunkedTensor(whole, dtypes.pop(), [Chunk.whole(part.offset, part.shape, part) for part in filled])
 
 
+def _require_alike(name: str, values: Sequence[Any], files: Sequence[Path]) -> None:
+    """Raises CorruptCheckpoint unless what the first rank has whole is there on all ranks, of one shape and dtype."""
+    first = (values[0].shape, values[0].dtype)
+    for value, file in zip(values, files, strict=True):
+        if not hasattr(value, "read_into") or (value.shape, value.dtype) != first:
+            raise CorruptCheckpoint(f"{file}: {name} is otherwise than in {files[0].name}; are they of one run?")
+
+
 def _part(value: Any, what: str) -> tuple[Shape, _Part]:
     """(shape of the whole, a rank's part of it) of a DTensor as it was pickled."""
     if not isinstance(value, Opaque) or value.name != "_rebuild_wrapper_subclass":
@@ -122,7 +133,7 @@ def _part(value: Any, what: str) -> tuple[Shape, _Part]:
         sizes, coordinates = _mesh_sizes(mesh), as_shape(mesh["_coordinate_on_dim"])
         found = tuple(_shard_axis(placement, what) for placement in placements)
         offset, size = _place(shape, found, sizes, coordinates)
-        if tuple(held.shape) != size:
+        if not hasattr(held, "read_into") or tuple(held.shape) != size:
             raise ValueError(f"its part {list(held.shape)} should be {list(size)}, at {list(offset)} of {list(shape)}")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptCheckpoint(

@@ -13,11 +13,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from formats.ceilings import AXES
+from formats.ceilings import AXES, AXIS, GGUF_ENTRIES, GGUF_HEADER_BYTES, GGUF_STRINGS
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import open_regular
 from formats.tensor import Shape
@@ -86,18 +85,19 @@ def is_gguf(path: Path) -> bool:
 def read(path: Path) -> GgufHeader:
     """Raises CorruptCheckpoint for a header that can't be true, or is of another version."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            return _Reader(data).header()
-    except (ValueError, struct.error, OverflowError) as error:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return _Reader(file, os.fstat(file.fileno()).st_size).header()
+    except ValueError as error:
         raise CorruptCheckpoint(f"{path}: is not a valid GGUF file ({error}); copy it again") from error
 
 
 class _Reader:
     """Reads on from where it is."""
 
-    def __init__(self, data: mmap) -> None:
-        self._data, self._at, self._size = data, 0, len(data)
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._at, self._size = file, 0, size
         self._lengths: dict[str, int] = {}
+        self._strings = 0
 
     def header(self) -> GgufHeader:
         if self._take(len(MAGIC)) != MAGIC:
@@ -106,33 +106,47 @@ class _Reader:
         if version not in (2, 3):
             raise ValueError(f"version {version}; 2 and 3 are read")
         tensors, keys = int(self._number("<Q")), int(self._number("<Q"))
+        if max(tensors, keys) > GGUF_ENTRIES:
+            raise ValueError(f"{tensors:,} tensors and {keys:,} keys, more than any model has")
         found: dict[str, Value] = {}
+        names = set[str]()
         for _ in range(keys):
-            name = self._text()
+            name = _new(self._text(), names)
             value = self._value(int(self._number("<I")), name)
             if value is not None:
                 found[name] = value
         listed = [self._tensor() for _ in range(tensors)]
         alignment = found.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"general.alignment is {alignment!r}")
+        if type(alignment) is not int or alignment < 8 or alignment & alignment - 1:
+            raise ValueError(f"general.alignment is {alignment!r:.40}, which is no power of 2 from 8 on")
         start = -(-self._at // alignment) * alignment
-        placed = {name: self._placed(name, shape, kind, start + offset) for name, shape, kind, offset in listed}
-        return GgufHeader(version, found, self._lengths, placed)
+        return GgufHeader(version, found, self._lengths, self._placed(listed, start, alignment))
 
-    def _placed(self, name: str, shape: Shape, kind: GgufType, offset: int) -> GgufTensor:
-        if shape and shape[-1] % kind.block:
-            raise ValueError(f"{name} has rows of {shape[-1]} elements, {kind.name} blocks of {kind.block}")
-        nbytes = prod(shape) // kind.block * kind.nbytes
-        if offset + nbytes > self._size:
-            raise ValueError(f"{name} reaches past the end of the file, which has {self._size} bytes")
-        return GgufTensor(shape, kind.name, offset, nbytes)
+    def _placed(
+        self, listed: list[tuple[str, Shape, GgufType, int]], start: int, alignment: int
+    ) -> dict[str, GgufTensor]:
+        """Each tensor begins where the one before ends, but for padding, as llama.cpp requires it, too; nothing follows the last."""
+        placed: dict[str, GgufTensor] = {}
+        names, expected = set[str](), 0
+        for name, shape, kind, offset in listed:
+            nbytes = _stored_bytes(name, shape, kind)
+            if offset != expected:
+                raise ValueError(f"{name} begins at {offset} of the data, and should begin at {expected}")
+            if start + offset + nbytes > self._size:
+                raise ValueError(f"{name} reaches past the end of the file, which has {self._size} bytes")
+            placed[_new(name, names)] = GgufTensor(shape, kind.name, start + offset, nbytes)
+            expected = -(-(offset + nbytes) // alignment) * alignment
+        if self._size > start + expected:
+            raise ValueError(f"it has {self._size - start - expected:,} more bytes than its tensors")
+        return placed
 
     def _tensor(self) -> tuple[str, Shape, GgufType, int]:
         name, axes = self._text(), int(self._number("<I"))
         if axes > AXES:
             raise ValueError(f"{name} has {axes} axes")
         sizes = tuple(int(self._number("<Q")) for _ in range(axes))
+        if any(size >= AXIS for size in sizes):
+            raise ValueError(f"{name} has sizes {list(sizes)!r:.100}")
         number, offset = int(self._number("<I")), int(self._number("<Q"))
         if number not in TYPES:
             raise ValueError(f"{name} is of type {number}, which is not known")
@@ -155,10 +169,13 @@ class _Reader:
 
     def _skip(self, item: int, count: int) -> None:
         if item != _STRING:
-            self._take_length(count * struct.calcsize(self._format(item)))
+            self._skip_bytes(count * struct.calcsize(self._format(item)))
             return
+        self._strings += count
+        if self._strings > GGUF_STRINGS:
+            raise ValueError(f"its arrays have {self._strings:,} words, more than any vocabulary")
         for _ in range(count):
-            self._take_length(int(self._number("<Q")))
+            self._skip_bytes(int(self._number("<Q")))
 
     def _scalar(self, kind: int) -> int | float | bool:
         return self._number(self._format(kind))
@@ -177,10 +194,33 @@ class _Reader:
         return self._take(int(self._number("<Q"))).decode("utf-8", "replace")
 
     def _take(self, count: int) -> bytes:
-        self._take_length(count)
-        return self._data[self._at - count : self._at]
+        self._advance(count)
+        content = self._file.read(count)
+        if len(content) != count:
+            raise ValueError("it became shorter while it was read")
+        return content
 
-    def _take_length(self, count: int) -> None:
+    def _skip_bytes(self, count: int) -> None:
+        self._advance(count)
+        self._file.seek(self._at)
+
+    def _advance(self, count: int) -> None:
         if self._at + count > self._size:
             raise ValueError(f"it ends at byte {self._size}, in the middle of its header")
+        if self._at + count > GGUF_HEADER_BYTES:
+            raise ValueError(f"its header has more than {GGUF_HEADER_BYTES:,} bytes")
         self._at += count
+
+
+def _new(name: str, names: set[str]) -> str:
+    """A name that isn't there yet."""
+    if name in names:
+        raise ValueError(f"it has {name:.100} twice")
+    names.add(name)
+    return name
+
+
+def _stored_bytes(name: str, shape: Shape, kind: GgufType) -> int:
+    if shape and shape[-1] % kind.block:
+        raise ValueError(f"{name} has rows of {shape[-1]} elements, {kind.name} blocks of {kind.block}")
+    return prod(shape) // kind.block * kind.nbytes

@@ -22,8 +22,7 @@ import numpy as np
 
 from formats.ceilings import CONFIG_BYTES
 from formats.errors import CorruptCheckpoint
-from formats.opened import note
-from formats.regular_files import read_json
+from formats.regular_files import read_json, regular_size
 from formats.tensor import ITEMSIZE, Box, Bytes, Shape
 
 METADATA = "_METADATA"
@@ -50,11 +49,16 @@ def find_tree(path: Path) -> Path | None:
     """The directory of arrays: the path itself, in a step, or in the last of several steps. Raises CorruptCheckpoint."""
     if not path.is_dir():
         return None
-    for each in (path, *(path / name for name in _ITEMS)):
-        if (each / METADATA).is_file() and _is_tree(each):
-            return each
-    steps = sorted((int(child.name), child) for child in path.iterdir() if re.fullmatch(r"\d{1,12}", child.name))
-    return find_tree(steps[-1][1]) if steps else None
+    steps = [(int(child.name), child) for child in path.iterdir() if re.fullmatch(r"[0-9]{1,12}", child.name)]
+    places = [path, *([max(steps)[1]] if steps else [])]
+    return next(
+        (each for place in places for each in _trees(place) if (each / METADATA).is_file() and _is_tree(each)), None
+    )
+
+
+def _trees(path: Path) -> Iterator[Path]:
+    """Where the tree of a step may be."""
+    yield from (path, *(path / name for name in _ITEMS))
 
 
 def _is_tree(path: Path) -> bool:
@@ -73,8 +77,8 @@ def read_tree(path: Path) -> OrbaxTree:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path / METADATA}: is not the metadata of an Orbax tree ({error!r:.200})") from error
     for file in path.rglob("*"):
-        if file.is_file():
-            note(file, file.stat())
+        if not file.is_dir():
+            regular_size(file)  # tensorstore would wait for a pipe
     return found
 
 
@@ -126,6 +130,10 @@ def _path(tree: OrbaxTree, name: str) -> str:
 
 def _require_chunks(tree: OrbaxTree, name: str, array: Any, keys: set[str]) -> None:
     step = array.chunk_layout.write_chunk.shape if tree.zarr3 else array.chunk_layout.read_chunk.shape
+    if any(each > max(size, 1) for size, each in zip(array.shape, array.chunk_layout.read_chunk.shape, strict=True)):
+        raise CorruptCheckpoint(
+            f"{tree.path}: {name} is {list(array.shape)}, its chunks {list(step)}, more than the array"
+        )
     grid = [-(-size // each) for size, each in zip(array.shape, step, strict=True)]
     prefix, separator = (f"{name}/c", "/") if tree.zarr3 else (f"{name}/", ".")
     if prod(grid) > len(keys):

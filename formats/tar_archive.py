@@ -91,13 +91,9 @@ def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
 def _parse(block: bytes, path: Path, position: int) -> _Header:
     try:
         unsigned = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
-        if int(block[148:156].strip(b" \0") or b"0", 8) != unsigned:
+        if _octal(block[148:156]) != unsigned:
             raise ValueError("its checksum is wrong")
-        size = (
-            int.from_bytes(block[125:136], "big")
-            if block[124] == 0x80
-            else int(block[124:136].strip(b" \0") or b"0", 8)
-        )
+        size = int.from_bytes(block[125:136], "big") if block[124] == 0x80 else _octal(block[124:136])
         name = _text(block[:100])
         prefix = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""
     except ValueError as error:
@@ -105,6 +101,14 @@ def _parse(block: bytes, path: Path, position: int) -> _Header:
             f"{path}: no header of a tar archive at byte {position} ({error}); copy it again"
         ) from error
     return _Header(f"{prefix}/{name}" if prefix else name, size, block[156:157])
+
+
+def _octal(field: bytes) -> int:
+    """Digits alone: int() takes signs, too, and a negative size would lead back to where the archive was read before."""
+    digits = field.strip(b" \0")
+    if not re.fullmatch(rb"[0-7]*", digits):
+        raise ValueError(f"{digits!r} is no number")
+    return int(digits or b"0", 8)
 
 
 def _text(field: bytes) -> str:
@@ -116,15 +120,30 @@ def _extended(text: bytes, kind: bytes, path: Path) -> tuple[str, int]:
     try:
         if kind == b"L":
             return _text(text), 0
-        fields = dict(re.findall(rb"\d+ ([^=\n]+)=([^\n]*)\n", text))  # lines of `length key=value`
+        fields = dict(_fields(text))
         if any(key.startswith(b"GNU.sparse") for key in fields):
             raise ValueError("a sparse file")
-        size = int(fields.get(b"size", b"0"))
-        if size < 0:
-            raise ValueError(f"a size of {size}")
-        return fields.get(b"path", b"").decode("utf-8"), size
+        size = fields.get(b"size", b"0")
+        if not re.fullmatch(rb"[0-9]{1,19}", size):
+            raise ValueError(f"a size of {size!r:.40}")
+        return fields.get(b"path", b"").decode("utf-8"), int(size)
     except ValueError as error:
         raise CorruptCheckpoint(f"{path}: an extended header that can't be read ({error})") from error
+
+
+def _fields(text: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Of lines `length key=value`, whose length counts all of the line. Raises ValueError."""
+    start = 0
+    while start < len(text):
+        digits, space, _ = text[start : start + 8].partition(b" ")
+        if not space or not re.fullmatch(rb"[0-9]+", digits):
+            raise ValueError(f"no length at byte {start}")
+        end = start + int(digits)
+        key, equals, value = text[start + len(digits) + 1 : end].partition(b"=")
+        if not key or not equals or not value.endswith(b"\n") or end > len(text):
+            raise ValueError(f"no key=value at byte {start}")
+        yield key, value[:-1]
+        start = end
 
 
 def _inside(name: str, path: Path) -> str:

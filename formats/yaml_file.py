@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from formats.ceilings import YAML_BYTES, YAML_DEPTH, YAML_VALUES
+from formats.ceilings import YAML_BYTES, YAML_DEPTH, YAML_NUMBER, YAML_VALUES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_small
 
@@ -141,9 +141,14 @@ def _scalar(event: "yaml.ScalarEvent") -> Any:
     tag = event.tag
     if tag is None or tag == "!":
         tag = yaml.resolver.Resolver().resolve(yaml.ScalarNode, event.value, event.implicit)
-    if tag in _SCALARS:
+    if tag not in _SCALARS:
+        return event.value if tag in _TEXTS else Tagged(tag, event.value)
+    if len(event.value) > YAML_NUMBER:
+        raise _Bounds(f"it has a number of {len(event.value):,} characters")
+    try:
         return yaml.constructor.SafeConstructor().construct_object(yaml.ScalarNode(tag, event.value))
-    return event.value if tag in _TEXTS else Tagged(tag, event.value)
+    except (ArithmeticError, LookupError, ValueError) as error:
+        raise ValueError(f"{event.value!r:.60} is no !!{tag.removeprefix(_OWN)}") from error
 
 
 def _tagged(tag: str | None, plain: tuple[str, ...], value: Any) -> Any:

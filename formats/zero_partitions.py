@@ -13,6 +13,7 @@ the other in its vector. Moments lie as the fp32 parameters do. Source: deepspee
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -80,8 +81,12 @@ def _files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     """Data-parallel rank -> its file; in numerical order."""
     if not path.is_dir():
         return {}
-    found = [(match, child) for child in path.iterdir() if (match := pattern.fullmatch(child.name))]
-    return dict(sorted((int(match[1] or 0), child) for match, child in found))
+    found = [(int(match[1] or 0), child) for child in path.iterdir() if (match := pattern.fullmatch(child.name))]
+    files = dict(sorted(found))
+    if len(files) != len(found):
+        names = sorted(child.name for rank, child in found if files[rank] != child)
+        raise CorruptCheckpoint(f"{path / names[0]}: is another file of a rank that has one; keep one run's")
+    return files
 
 
 def open_step(path: Path) -> ZeroCheckpoint:
@@ -94,26 +99,32 @@ def open_step(path: Path) -> ZeroCheckpoint:
         )
     models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
     state = _read(models[min(models)])
-    if state.get("mp_world_size", 1) != 1:
-        raise UnsupportedInput(
-            f"{path}: is cut over {state['mp_world_size']} tensor-parallel ranks, which is not supported"
-        )
-    ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
-    if optimizers and list(optimizers) != list(range(ranks)):
-        missing = sorted(set(range(ranks)) - set(optimizers))
-        what = f"rank {missing[0]}'s is missing" if missing else f"there are {len(optimizers)}"
-        raise CorruptCheckpoint(
-            f"{path}: was saved by {ranks} ranks, each with an *_optim_states.pt; {what}", code="missing-file"
-        )
-    module = {_plain(name): tensor for name, tensor in _tensors(state.get("module"), models[min(models)])}
-    shared = {_plain(name): _plain(owner) for name, owner in dict(state.get("shared_params") or {}).items()}
-    partitions = [_read(file)["optimizer_state_dict"] for file in optimizers.values()]
-    try:
+    with _known_form(path):
+        if state.get("mp_world_size", 1) != 1:
+            raise UnsupportedInput(
+                f"{path}: is cut over {state['mp_world_size']!r:.40} tensor-parallel ranks, which is not supported"
+            )
+        ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
+        if optimizers and (len(optimizers) != ranks or max(optimizers) != ranks - 1):
+            missing = next((rank for rank in range(ranks) if rank not in optimizers), None)
+            what = f"there are {len(optimizers)}" if missing is None else f"rank {missing}'s is missing"
+            raise CorruptCheckpoint(
+                f"{path}: was saved by {ranks} ranks, each with an *_optim_states.pt; {what}", code="missing-file"
+            )
+        module = {_plain(name): tensor for name, tensor in _tensors(state.get("module"), models[min(models)])}
+        shared = {_plain(name): _plain(owner) for name, owner in dict(state.get("shared_params") or {}).items()}
+        partitions = [_read(file)["optimizer_state_dict"] for file in optimizers.values()]
         if zero_universal.is_universal(path):
             return _universal(path, ranks, module, shared, state)
         return _joined(path, ranks, module, shared, state, partitions)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a ZeRO checkpoint of a known form ({error!r})") from error
+
+
+@contextmanager
+def _known_form(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        raise CorruptCheckpoint(f"{path}: is not a ZeRO checkpoint of a known form ({error!r:.200})") from error
 
 
 def _joined(
@@ -202,6 +213,8 @@ def _steps(state: Mapping[int, Mapping[str, Any]]) -> Iterator[float]:
     for held in state.values():
         step: Any = held.get("step")
         if hasattr(step, "read_into"):
+            if prod(step.shape) != 1:
+                raise ValueError(f"a step of shape {list(step.shape)}")
             yield float(read_tensor(step).view("float32" if step.dtype == "float32" else "int64")[0, 0])
         elif step is not None:
             yield float(step)

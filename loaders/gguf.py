@@ -86,9 +86,9 @@ def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise TensorMismatch(f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor")
-    found = config_of(header.keys, header.tensors, embedding.shape[0], str(file))
     _log.warning("%s: its tokenizer is not converted; --config with the model's Hugging Face directory has it", file)
     with well_formed(str(file)):
+        found = config_of(header.keys, header.tensors, embedding.shape[0], str(file))
         require_countable(found, str(file))
         family = family_of_hf(found, str(file))
         return family, family.read_hf(found)
@@ -108,8 +108,8 @@ def _file(path: Path) -> Path | None:
 def _require_same_model(file: Path, header: GgufHeader, family: str, config: ModelConfig) -> None:
     """Raises TensorMismatch where sizes differ that no tensor shows, UnsupportedInput for another architecture."""
     architecture = header.keys.get("general.architecture")
-    if ARCHITECTURES.get(family) != architecture:
-        wanted = ARCHITECTURES.get(family)
+    wanted = ARCHITECTURES.get(family)
+    if wanted is None or wanted != architecture:
         raise UnsupportedInput(
             f"{file}: is of llama.cpp's architecture {architecture!r:.40}; the configuration is of a {family}"
             + (
@@ -126,8 +126,10 @@ def _require_same_model(file: Path, header: GgufHeader, family: str, config: Mod
     }
     for name, expected in said.items():
         found: Any = header.keys.get(f"{architecture}.{name}")
-        if found is not None and expected is not None and found != np.float32(expected):
-            raise TensorMismatch(f"{file}: says {architecture}.{name} = {found}, the configuration {expected}")
+        if found is None or expected is None:
+            continue
+        if not isinstance(found, (int, float)) or found != np.float32(expected):
+            raise TensorMismatch(f"{file}: says {architecture}.{name} = {found!r:.60}, the configuration {expected}")
 
 
 def _tensors(file: Path, header: GgufHeader, config: ModelConfig, dtype: str | None) -> dict[str, LazyTensor]:

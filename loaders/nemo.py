@@ -87,7 +87,8 @@ def _ranks(names: list[str]) -> dict[str, RankId]:
 def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
     """What the file of each rank holds, and what messages call it."""
     if path.is_dir():
-        ranks = {name: rank for name, rank in _ranks(_below(path)).items() if (path / name).is_file()}
+        ranks = _ranks([name for name in _below(path) if (path / name).is_file()])
+        _require_one_each(ranks, path)
         return {rank: (torch_zip.read(path / name), str(path / name)) for name, rank in ranks.items()}
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
@@ -99,9 +100,13 @@ def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
                 f"{path}: holds a distributed checkpoint; unpack it (tar xf), and give the directory {_DISTRIBUTED} that comes out"
             )
         raise UnknownFormat(f"{path}: holds no {_WEIGHTS}, so that it is no archive of a NeMo model")
+    _require_one_each(ranks, path)
+    return {rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}") for name, rank in ranks.items()}
+
+
+def _require_one_each(ranks: Mapping[str, RankId], path: Path) -> None:
     if len(set(ranks.values())) != len(ranks):
         raise CorruptCheckpoint(f"{path}: holds two files of one rank")
-    return {rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}") for name, rank in ranks.items()}
 
 
 def _without_root(members: list[str]) -> Mapping[str, str]:

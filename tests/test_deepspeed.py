@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import megaconv
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run
+from tests.trust.torch_containers import members, stored
 
 CASES = sorted(FIXTURES.glob("deepspeed-*"))
 GROUPS = FIXTURES / "deepspeed-zero2-llama-tied-groups-dp2"
@@ -178,3 +179,49 @@ def test_without_a_config_json_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "in" / "config.json").unlink()
     assert_refused(run("inspect", tmp_path / "in"), 2, "--config")
     assert run("inspect", tmp_path / "in", "--config", GROUPS / "checkpoint").status == 0
+
+
+def rewritten(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    state = torch.load(file, map_location="cpu", weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(dp_world_size=10**12),
+        lambda state: state.update(dp_world_size="two"),
+        lambda state: state.update(shared_params=[7]),
+        lambda state: state.update(shared_params={7: 7}),
+    ],
+)
+def test_settings_of_a_wrong_kind_end_in_one_line(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    step = broken(GROUPS, tmp_path / "in")
+    rewritten(step / "mp_rank_00_model_states.pt", change)
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, str(step))
+
+
+def test_an_optimizer_without_a_state_ends_in_one_line(tmp_path: Path) -> None:
+    step = broken(GROUPS, tmp_path / "in")
+    file = step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    entries = members(file.read_bytes())
+    file.write_bytes(
+        stored([(name, data.replace(b"optimizer_state_dict", b"optimizer_state_dicX")) for name, data in entries])
+    )
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, str(step), "optimizer_state_dict")
+
+
+@pytest.mark.parametrize("step", [float("inf"), torch.ones(9)], ids=str)
+def test_a_step_that_is_no_number_ends_in_one_line(step: object, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "universal-zero2-llama-tied-groups-dp2", tmp_path / "in")
+    file = next((tmp_path / "in").glob("*/zero/*/step.pt"))
+    torch.save(step, file)
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, "is not a ZeRO checkpoint of a known form")
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    step = broken(GROUPS, tmp_path / "in")
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(step / f"bf16_{name}", step / name)
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, "another file of a rank that has one")

@@ -73,6 +73,20 @@ def test_a_rank_in_anothers_place_is_found_out(tmp_path: Path) -> None:
     assert_refused(run("fingerprint", path), 3, "a part is missing")
 
 
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    path = copy(tmp_path)
+    shutil.copy(path / "model_world_size_3_rank_1.pt", path / "model_world_size_3_rank_01.pt")
+    assert_refused(run("fingerprint", path), 3, "another file of a rank that has one")
+
+
+def test_a_tensor_that_only_some_ranks_have_whole_is_refused(tmp_path: Path) -> None:
+    path = copy(tmp_path)
+    for rank in range(3):
+        file = path / f"model_world_size_3_rank_{rank}.pt"
+        torch.save({"model.norm.weight": torch.zeros(4 + rank)}, file)
+    assert_refused(run("fingerprint", path), 3, "model.norm.weight is otherwise than in model_world_size_3_rank_0.pt")
+
+
 def test_a_truncated_rank_is_refused(tmp_path: Path) -> None:
     path = copy(tmp_path)
     file = path / "model_world_size_3_rank_2.pt"

@@ -1,7 +1,11 @@
 """GGUF read: files that llama.cpp's own converter made, against the models that it made them of."""
 
+import os
 import shutil
+import struct
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from safetensors.torch import load_file
 
 import megaconv
 from formats import gguf_header
+from formats.errors import CorruptCheckpoint
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.preparation import open_source
 from megaconv.model.fields import config_differences
@@ -134,16 +139,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     refused(copied(tmp_path), FIXTURES / "peft-llama-all-linear/base", tmp_path, 3, "the configuration")
 
 
-def test_a_type_that_cant_be_undone_is_named(tmp_path: Path) -> None:
-    path = copied(tmp_path)
-    content = bytearray(path.read_bytes())
-    name = b"blk.0.ffn_down.weight"
-    at = content.index(name) + len(name) + 4 + 16
-    content[at : at + 4] = (2).to_bytes(4, "little")  # Q4_0, whose blocks are smaller
-    path.write_bytes(content)
-    refused(path, LLAMA / "hf", tmp_path, 3, "blk.0.ffn_down.weight is of type Q4_0")
-
-
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     path = copied(tmp_path)
     path.write_bytes(path.read_bytes()[:-5000])
@@ -152,3 +147,128 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
 
 def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
     refused(copied(tmp_path, "model-00001-of-00002.gguf"), LLAMA / "hf", tmp_path, 3, "llama-gguf-split --merge")
+
+
+# Files that a stranger wrote.
+
+
+def text(word: str) -> bytes:
+    return struct.pack("<Q", len(word)) + word.encode()
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<II", 4, value)
+
+
+def array(*values: int) -> bytes:
+    return struct.pack("<IIQ", 9, 4, len(values)) + struct.pack(f"<{len(values)}I", *values)
+
+
+LLAMA_KEYS = {
+    "general.architecture": struct.pack("<I", 8) + text("llama"),
+    **{
+        f"llama.{name}": number(16)
+        for name in ("embedding_length", "block_count", "feed_forward_length", "context_length")
+    },
+    **{f"llama.attention.{name}": number(2) for name in ("head_count", "head_count_kv")},
+    "llama.attention.layer_norm_rms_epsilon": struct.pack("<If", 6, 1e-5),
+}
+EMBEDDING = ("token_embd.weight", (8, 16), 0, 0)
+"""Name, shape, type, offset."""
+
+
+def write(
+    folder: Path, keys: list[tuple[str, bytes]], *tensors: tuple[str, tuple[int, ...], int, int], data: int = 512
+) -> Path:
+    head = (
+        b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(text(key) + value for key, value in keys)
+    )
+    for name, shape, kind, offset in tensors:
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+    path = folder / "model.gguf"
+    path.write_bytes(head + bytes(-len(head) % 32) + bytes(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"llama.attention.head_count": number(0)},
+        {"llama.attention.head_count": array(2, 2, 2)},
+        {"llama.attention.head_count": struct.pack("<I", 8) + text("x")},
+        {"llama.attention.head_count_kv": array(2, 2)},
+        {"llama.embedding_length": array(2)},
+        {"llama.rope.freq_base": array(1, 2)},
+        {"llama.expert_count": struct.pack("<I", 8) + text("x")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [(), ("--config", LLAMA / "hf")], ids=["alone", "config"])
+def test_metadata_of_a_wrong_kind_end_in_one_line(
+    changed: dict[str, bytes], config: tuple[object, ...], tmp_path: Path
+) -> None:
+    path = write(tmp_path, [*(LLAMA_KEYS | changed).items()], EMBEDDING)
+    assert_refused(run("fingerprint", path, *config), 3)
+
+
+def test_a_file_that_names_no_architecture_is_no_model_of_a_family_that_gguf_hasnt(tmp_path: Path) -> None:
+    path = write(tmp_path, [], EMBEDDING)
+    config = FIXTURES / "peft-llama-all-linear/base"
+    other = tmp_path / "config"
+    shutil.copytree(config, other)
+    (other / "config.json").write_text(
+        (config / "config.json").read_text().replace("llama", "granite").replace("Llama", "Granite")
+    )
+    outcome = run("fingerprint", path, "--config", other)
+    assert_refused(outcome, 3)
+    shutil.copy(FIXTURES / "hybrid-nemotron-h-tp2/hf/config.json", other / "config.json")
+    assert_refused(run("fingerprint", path, "--config", other), 3, "architecture None")
+
+
+def test_a_type_that_cant_be_undone_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, [*LLAMA_KEYS.items()], ("token_embd.weight", (8, 32), 2, 0), data=160)
+    assert_refused(run("fingerprint", path), 3, "token_embd.weight is of type Q4_0")
+
+
+SECOND = ("blk.0.attn_norm.weight", (16,), 0, 512)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "data", "word"),
+    [
+        ([*LLAMA_KEYS.items()] * 2, (EMBEDDING,), 512, "general.architecture twice"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, (*EMBEDDING[:3], 512)), 1024, "token_embd.weight twice"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, (*SECOND[:3], 480)), 576, "should begin at 512"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, (*SECOND[:3], 544)), 640, "should begin at 512"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, SECOND), 576 + 4096, "more bytes than its tensors"),
+        ([("general.alignment", number(24))], (EMBEDDING,), 512, "general.alignment is 24"),
+        ([("general.alignment", struct.pack("<I?", 7, True))], (EMBEDDING,), 512, "general.alignment is True"),
+        ([], (("x", (0, 1 << 63), 0, 0),), 0, "sizes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_header_that_contradicts_itself_or_the_file_is_refused(
+    keys: list[tuple[str, bytes]], tensors: tuple[Any, ...], data: int, word: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CorruptCheckpoint, match=word):
+        gguf_header.read(write(tmp_path, keys, *tensors, data=data))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IIQ", 9, 8, 1 << 36),
+        struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IQ", 8, 1 << 39),
+        struct.pack("<QQ", 0, 1 << 40),
+        struct.pack("<QQ", 1 << 40, 0),
+    ],
+    ids=["array", "string", "keys", "tensors"],
+)
+def test_a_terabyte_of_header_is_not_read(head: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + head)
+    os.truncate(path, 1 << 40)
+    started = time.monotonic()
+    with pytest.raises(CorruptCheckpoint, match="is not a valid GGUF file"):
+        gguf_header.read(path)
+    assert time.monotonic() - started < 20

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -166,6 +167,13 @@ def test_models_before_megatron_core_are_refused(llama: Path, tmp_path: Path) ->
     refused(write(tmp_path / "x.nemo", {"model_weights.ckpt": stored.getvalue()}), llama, 3, "before Megatron core")
 
 
+def test_two_files_of_one_rank_in_a_directory_are_refused(llama: Path, tmp_path: Path) -> None:
+    with tarfile.open(write(tmp_path / "x.nemo", files(LLAMA, lambda tp, pp: both(tp, pp)))) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    shutil.copytree(tmp_path / "unpacked/tp_rank_00_pp_rank_000", tmp_path / "unpacked/tp_rank_00_pp_rank_0")
+    refused(tmp_path / "unpacked", llama, 3, "two files of one rank")
+
+
 def test_without_a_configuration_it_is_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "x.nemo", files(LLAMA))
     assert_refused(run("fingerprint", path), 2, "give --config")
@@ -180,6 +188,44 @@ def test_headers_that_no_archive_has_end_in_our_own_errors(tmp_path: Path) -> No
         (tmp_path / "y.tar").write_bytes(changed)
         with pytest.raises(CheckpointError):
             tar_archive.read_members(InputFile.open(tmp_path / "y.tar"))
+
+
+def _header(name: bytes, size: bytes, kind: bytes) -> bytes:
+    """Of a file, with a checksum that is right."""
+    header = bytearray(name.ljust(124, b"\0") + size.ljust(12, b"\0") + bytes(12) + b" " * 8 + kind).ljust(512, b"\0")
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+@pytest.mark.parametrize("kind", [b"0", b"5", b"x", b"g", b"L"])
+@pytest.mark.parametrize("size", [b"-1000", b"-777", b"0o10", b"1_0", b"+10", b"9"])
+def test_a_size_that_is_no_octal_number_is_refused_at_once(size: bytes, kind: bytes, tmp_path: Path) -> None:
+    """A negative one would lead back to where the archive was read before."""
+    path = tmp_path / "x.tar"
+    path.write_bytes(_header(b"before", b"0", b"5") + _header(b"a", size, kind) + bytes(1024))
+    with pytest.raises(CheckpointError, match="no header of a tar archive"):
+        tar_archive.read_members(InputFile.open(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"1" * 60_000,
+        b"6 x=y\nz",
+        b"5 x=y\n",
+        b"99 x=y\n",
+        b"6 xyz\n",
+        b"0 \n",
+        b"-6 x=y\n",
+        b"6 x=y\n\0",
+        b"13 size=1_00\n",
+    ],
+)
+def test_an_extended_header_of_no_whole_lines_is_refused_at_once(text: bytes, tmp_path: Path) -> None:
+    path, padding = tmp_path / "x.tar", bytes(-len(text) % 512)
+    path.write_bytes(_header(b"p", b"%o" % len(text), b"x") + text + padding + _header(b"a", b"0", b"0") + bytes(1024))
+    with pytest.raises(CheckpointError, match="extended header"):
+        tar_archive.read_members(InputFile.open(path))
 
 
 def test_what_lies_in_an_archive_is_scanned_too(tmp_path: Path) -> None:

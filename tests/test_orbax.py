@@ -1,7 +1,10 @@
 """MaxText's checkpoints: arrays by Orbax itself, with MaxText's tree of a Llama; Mixtral's by tensorstore, by hand."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +203,36 @@ def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
     refused(path, tmp_path, 3, "layers_1.mlp.wo.kernel/0.0 is missing")
 
 
+@pytest.mark.parametrize("name", [".zarray", "0.0"])
+def test_a_pipe_in_a_files_place_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    path = copy(tmp_path)
+    file = next((path / "0/items").glob(f"*layers_1.mlp.wo.kernel/{name}"))
+    file.unlink()
+    os.mkfifo(file)
+    refused(path, tmp_path, 3, "is a named pipe")
+
+
+def test_a_chunk_of_more_than_its_array_is_refused(tmp_path: Path) -> None:
+    """It would be decoded whole: from a few bytes, as many as there are."""
+    path = copy(tmp_path)
+    file = next((path / "0/items").glob("*layers_1.mlp.wo.kernel/.zarray"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chunks": [1 << 16, 1 << 16]}))
+    refused(path, tmp_path, 3, "layers_1.mlp.wo.kernel", "more than the array")
+
+
+def test_steps_in_steps_in_steps_are_no_checkpoint(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("1", dir_fd=descriptor)
+        inner = os.open("1", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    outcome = run("fingerprint", tmp_path)
+    subprocess.run(["rm", "-rf", tmp_path / "1"], check=True)
+    assert_refused(outcome, 3)
+
+
 def test_a_damaged_store_is_refused(tmp_path: Path) -> None:
     path = copy(tmp_path, SCANNED)
     file = path / "0/items/manifest.ocdbt"
@@ -232,8 +265,5 @@ def test_a_model_that_maxtext_has_otherwise_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_imports_tensorstore_that_doesnt_read_arrays() -> None:
-    import subprocess
-    import sys
-
     code = "import loaders.orbax, formats.orbax_arrays, sys; assert 'tensorstore' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -72,6 +72,12 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
         ("[1]: 2", "no word"),
         ("a: 1\n---\nb: 2", "several documents"),
         ("a: !!int word", "word"),
+        ("a: !!int ''", "no !!int"),
+        ("a: !!bool x", "no !!bool"),
+        ("a: !!float .", "no !!float"),
+        ("a: 1" + ":1" * 100_000, "a number of 200,001 characters"),
+        ("a: 1" + ":1" * 200 + ".5", "a number of 403 characters"),
+        ("a: 0x" + "f" * 10_000, "a number of 10,002 characters"),
         ("a: [", "not a readable YAML file"),
         ("a: \x00", "not a readable YAML file"),
     ],
@@ -80,7 +86,7 @@ def test_what_is_no_plain_yaml_is_refused_at_once(text: str, word: str, tmp_path
     started = time.monotonic()
     with pytest.raises(CorruptCheckpoint, match=word):
         read(tmp_path, text)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 5
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:

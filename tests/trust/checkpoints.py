@@ -4,6 +4,7 @@
     <root>/sources/other         another model of the same sizes: what an output replaces
     <root>/sources/<format>      the same model, written by megaconv, with megaconv.json
     <root>/sources/<format>-bare the same without megaconv.json
+    <root>/sources/fsdp ...      other models, as verl, DeepSpeed and Orbax wrote them; nothing recorded
 
 `python -m tests.trust.checkpoints DIRECTORY` makes those that need torch, in a process that ends.
 """
@@ -28,6 +29,7 @@ SAVERS = {
     "dcp": "--saver dcp --dist-files 2",
     "hf": "--saver hf --max-shard-size 6KB",
     "meta": "--saver llama_mistral --tp 2",
+    "gguf": "--saver gguf --option tokenizer=none",
 }
 """Options of every kind of output."""
 
@@ -39,11 +41,26 @@ OPTIMIZERS = {
 
 _FIXTURES = Path(__file__).parents[1] / "fixtures"
 
+NEIGHBOURS = {
+    "fsdp": "fsdp-verl-dp3",
+    "deepspeed": "deepspeed-zero2-llama-tied-groups-dp2/checkpoint",
+    "universal": "universal-zero2-llama-tied-groups-dp2",
+    "orbax": "orbax-maxtext-scan-bf16/checkpoint",
+}
+"""Formats that are only read -> fixture that their own software wrote."""
+
+_READING = {"orbax": f"--config {_FIXTURES / 'peft-llama-all-linear/base'} --option maxtext_rope=split"}
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     name: str
     path: Path
+
+    @property
+    def reading(self) -> str:
+        """Options without which it can't be read."""
+        return _READING.get(self.name, "")
 
     @property
     def recorded(self) -> bool:
@@ -71,6 +88,8 @@ def _make(sources: Path) -> None:
         _convert(sources / "hf", sources / ("hf-written" if name == "hf" else name), options)
     for name, (fixture, options) in OPTIMIZERS.items():
         _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
+    for name, fixture in NEIGHBOURS.items():
+        shutil.copytree(_FIXTURES / fixture, sources / name)
     for path in [path for path in sources.iterdir() if (path / RECORD_NAME).is_file()]:
         shutil.copytree(path, sources / f"{path.name}-bare", ignore=shutil.ignore_patterns(RECORD_NAME))
 

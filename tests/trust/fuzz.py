@@ -4,11 +4,13 @@ A case is a batch of inputs, in a fork of its own. Whatever is no CheckpointErro
 and half a gigabyte of memory. An input depends on the seed, the target and its number alone.
 """
 
+import io
 import json
 import logging
 import os
 import resource
 import signal
+import tarfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +21,15 @@ from typing import Any
 
 from formats import (
     dcp_metadata,
+    dtensor_files,
+    gguf_header,
+    orbax_arrays,
     pickle_guard,
     rank_files,
     safetensors,
     sharded_safetensors,
     stored_zip,
+    tar_archive,
     torch_dist,
     torch_zip,
     zarr_arrays,
@@ -32,10 +38,11 @@ from formats.errors import CheckpointError
 from formats.journal import Journal
 from formats.tensor import InputFile, byte_count, read_tensor
 from formats.yaml_file import read_yaml
+from megaconv.engine.adapters import peft_files
 from megaconv.families import read_config
 from megaconv.families.parts.meta_params import load_params
 from tests.trust.bench import Bench
-from tests.trust.fuzz_inputs import any_bytes, json_text, pickle, safetensors_file, torch_file
+from tests.trust.fuzz_inputs import any_bytes, header_bytes, json_text, pickle, safetensors_file, tar_file, torch_file
 from tests.trust.judging import MEMORY_BYTES, Failure
 
 BATCH = 1000
@@ -104,6 +111,20 @@ def _read_tracker(content: bytes, folder: Path) -> object:
     return rank_files.find_version(folder)
 
 
+def _read_dtensors(content: bytes, folder: Path) -> object:
+    _file(content, folder / "model_world_size_1_rank_0.pt")
+    return dtensor_files.read(folder)
+
+
+def _read_adapter(content: bytes, folder: Path) -> object:
+    config = peft_files.read_config(_file(content, folder / peft_files.CONFIG))
+    return [config.scale_of(f"model.layers.{layer}.self_attn.q_proj", config.rank) for layer in range(4)]
+
+
+def _read_tar(content: bytes, folder: Path) -> object:
+    return tar_archive.read_members(InputFile.open(_file(content, folder / "x.nemo")))
+
+
 TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
     ("pickle", pickle, _read_pickle, "pickles", 8),
     ("torch file", torch_file, _read_torch_file, "*.pt", 3),
@@ -148,6 +169,17 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
         json_text,
         lambda content, folder: load_params(_file(content, folder / "params.json")),
         "params.json",
+        1,
+    ),
+    ("GGUF", header_bytes, lambda content, folder: gguf_header.read(_file(content, folder / "x.gguf")), "*.gguf", 1),
+    ("tar", tar_file, _read_tar, "tar", 1),
+    ("DTensors", torch_file, _read_dtensors, "model_world_size_*.pt", 1),
+    ("adapter_config.json", json_text, _read_adapter, "adapter", 1),
+    (
+        "_METADATA",
+        json_text,
+        lambda content, folder: orbax_arrays.read_tree(_file(content, folder / orbax_arrays.METADATA).parent),
+        orbax_arrays.METADATA,
         1,
     ),
 ]
@@ -264,6 +296,14 @@ def seeds(bench: Bench, pattern: str) -> list[bytes]:
         return [
             b"model: &m\n  _target_: a.b.C\n  rotary_base: 1.0e+4\n  window_size: !!python/tuple\n  - 15\n  - 0\nagain: {m: *m, t: 'x'}\n"
         ]
+    if pattern == "tar":
+        return [_tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)]
+    if pattern == "adapter":
+        patterns = {
+            "rank_pattern": {"q_proj": 8, r"layers\.(0|1)\..*_proj": 2},
+            "alpha_pattern": {"^model.*k_proj": 2.5},
+        }
+        return [json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, **patterns}).encode()]
     if pattern == "pickles":
         torch_files = [
             data for path in sorted(bench.root.glob("sources/*-bare/**/*.pt")) for data in [path.read_bytes()]
@@ -273,6 +313,16 @@ def seeds(bench: Bench, pattern: str) -> list[bytes]:
     found = {path.read_bytes() for path in sorted(bench.root.glob(f"sources/*/**/{pattern}")) if path.is_file()}
     assert found, pattern
     return sorted(found, key=len)[:20]
+
+
+def _tar(kind: int) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=kind) as archive:
+        for name in ("./model_weights.ckpt", "tp_rank_00_pp_rank_000/" + "long" * 22 + ".ckpt"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 600
+            archive.addfile(entry, io.BytesIO(bytes(600)))
+    return made.getvalue()[:6144]
 
 
 def _pickles(content: bytes) -> list[bytes]:

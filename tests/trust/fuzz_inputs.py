@@ -69,6 +69,43 @@ def safetensors_file(seeds: Sequence[bytes], random: Random) -> bytes:
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
+def header_bytes(seeds: Sequence[bytes], random: Random) -> bytes:
+    """A few changes of the first bytes, what follows as it was."""
+    content, size = random.choice(seeds), random.choice([64, 512, 2048, 4096])
+    return any_bytes([content[:size]], random) + content[size:]
+
+
+def tar_file(seeds: Sequence[bytes], random: Random) -> bytes:
+    """Changed blocks, of which those that are headers have a checksum that is right."""
+    content = bytearray(any_bytes(seeds, random))
+    for start in range(0, len(content) - 511, 512):
+        if content[start + 257 : start + 262] == b"ustar" and random.random() < 0.9:
+            if random.random() < 0.4:
+                place, new = random.choice(_TAR_FIELDS)
+                content[start + place : start + place + len(new)] = new
+            content[start + 148 : start + 156] = b" " * 8
+            content[start + 148 : start + 156] = b"%06o\0 " % sum(content[start : start + 512])
+    return bytes(content)
+
+
+_TAR_FIELDS = [
+    *(
+        (124, size)
+        for size in (
+            b"-0000001000\0",
+            b"0o000000010\0",
+            b"77777777777\0",
+            b"\x80" + b"\xff" * 11,
+            b"\xff" * 12,
+            b" " * 12,
+        )
+    ),
+    *((156, kind) for kind in (b"0", b"\0", b"1", b"2", b"5", b"L", b"x", b"g", b"S", b"7")),
+    *((0, name) for name in (b"../x\0", b"/x\0", b"\xff\0", b"\0", b"a\\b\0")),
+]
+"""(where in a header, what may lie there)."""
+
+
 def torch_file(seeds: Sequence[bytes], random: Random) -> bytes:
     """Another pickle, or other records, in an archive that is in order."""
     if random.random() < 0.3:

@@ -14,9 +14,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u202a-\u202e]")
 _COMMANDS = ("inspect", "convert", "convert", "fingerprint", "verify")
 
 
-def judge(bench: Bench, random: Random, what: str, *, linked: bool = False) -> server.Outcome:
+def judge(bench: Bench, random: Random, what: str, *, reading: str = "", linked: bool = False) -> server.Outcome:
     """Read `source` of the bench's folder by one command or another.
 
+    reading: options without which it can't be read.
     linked: a file of the source is a link to outside, which may be opened as weights are; what it holds must not come out.
     """
     folder, outside = bench.folder, bench.root / "outside"
@@ -26,7 +27,9 @@ def judge(bench: Bench, random: Random, what: str, *, linked: bool = False) -> s
     chosen = random.choice(_COMMANDS)
     source = folder / "source"
     words: list[object] = (
-        [chosen, source] if chosen != "convert" else command(source, folder / "out", "--saver core --tp 1")
+        [chosen, source, *(reading.split() if chosen != "verify" else ())]
+        if chosen != "convert"
+        else command(source, folder / "out", "--saver core --tp 1", reading)
     )
     outcome = server.run(*words, folder=folder, outside=None if linked else outside)
     what = f"{what}; {chosen}"

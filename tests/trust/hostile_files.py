@@ -33,7 +33,7 @@ def attack(bench: Bench, case: int) -> None:
         [_special, _special, _number, _number, _number, _header, _header, _name, _large, _tracker, _link]
     )
     text = change(bench, source, random)
-    judge(bench, random, f"{name}: {text}", linked=change is _link)
+    judge(bench, random, f"{name}: {text}", reading=bench.checkpoints[name].reading, linked=change is _link)
 
 
 def _files(source: Path) -> list[Path]:
@@ -184,7 +184,8 @@ def _name(bench: Bench, source: Path, random: Random) -> str:
     kinds = {
         "consolidated.*.pth": f"consolidated.{number}.pth", "iter_*": f"iter_{number}", "mp_rank_*": f"mp_rank_{number}",
         "mp_rank_00_*": f"mp_rank_00_{number}", "model-*": f"model-00001-of-{number}.safetensors", "__0*": f"__{number}_0.distcp",
-        "shard_*": f"shard_{number}_{number}.pt", "*.0.0": f"{number}.0.0",
+        "shard_*": f"shard_{number}_{number}.pt", "*.0.0": f"{number}.0.0", "model_world*": f"model_world_size_{number}_rank_{number}.pt",
+        "global_step*": f"global_step{number}", "zero_pp_rank_0*": f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt", "0": number,
     }  # fmt: skip
     found = [(path, new) for pattern, new in kinds.items() for path in sorted(source.rglob(pattern))]
     if not found:

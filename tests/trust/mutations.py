@@ -215,7 +215,8 @@ _CHANGES: list[tuple[str, Callable[[bytes, Random], tuple[bytes, str]] | None]] 
 def _convert(bench: Bench, name: str) -> server.Outcome:
     """`source` to `out`: weights to a Hugging Face directory, optimizer state to rank files."""
     saver = "--saver core --tp 1" if "optimizer" in name else "--saver hf"
-    return server.run(*command(bench.folder / "source", bench.folder / "out", saver), folder=bench.folder)
+    words = command(bench.folder / "source", bench.folder / "out", saver, bench.checkpoints[name].reading)
+    return server.run(*words, folder=bench.folder)
 
 
 @cache

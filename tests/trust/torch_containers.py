@@ -37,6 +37,12 @@ CONTAINERS = [
     Container("torch_dist-optimizer-bare", "iter_*/.metadata", "bare"),
     Container("legacy_bin", "pytorch_model-00001*.bin", "legacy"),
     Container("torch_dist-bare", "iter_*/*.distcp", "envelope"),
+    Container("fsdp", "model_world_size_3_rank_1.pt", "zip"),
+    Container("deepspeed", "global_step3/mp_rank_00_model_states.pt", "zip"),
+    Container("deepspeed", "global_step3/*_optim_states.pt", "zip"),
+    Container("universal", "global_step3_universal/zero/*/step.pt", "zip"),
+    Container("universal", "global_step3_universal/zero/*/fp32.pt", "zip"),
+    Container("universal", "global_step3_universal/zero/optimizer_state.pt", "zip"),
 ]
 
 

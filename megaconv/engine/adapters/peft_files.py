@@ -11,8 +11,9 @@ wrapped. Source: peft 0.21.2, tuners/lora and utils/save_and_load.py.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights with which training begins by changing the base's own weights."""
 
 
+_MOST_PATTERNS, _MOST_WAYS = 20_000, 1_000_000
+"""Of one key of a configuration, which has a pattern for a module, or for each of them."""
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What an adapter_config.json says."""
@@ -86,8 +91,15 @@ class AdapterConfig:
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
-    """Of the first pattern that fits a module's path, as peft compares them."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    """Of the first pattern that fits a module's path, or the end of it behind a dot, as peft compares them."""
+    starts = [0, *(match.end() for match in re.finditer(r"\.", module))]
+    fitting = (value for key, value in patterns.items() if any(_compiled(key).match(module, start) for start in starts))
+    return next(fitting, otherwise)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:{pattern})$")
 
 
 @dataclass(frozen=True)
@@ -145,8 +157,8 @@ def read_config(path: Path) -> AdapterConfig:
             _number(raw["lora_alpha"]),
             _flag(raw, "use_rslora"),
             _flag(raw, "use_dora"),
-            {_pattern(key): _rank(value) for key, value in (raw.get("rank_pattern") or {}).items()},
-            {_pattern(key): _number(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+            {key: _rank(value) for key, value in _patterns(raw, "rank_pattern")},
+            {key: _number(value) for key, value in _patterns(raw, "alpha_pattern")},
             _names(raw, "target_parameters"),
             _flag(raw, "ensure_weight_tying"),
             _text(raw, "base_model_name_or_path"),
@@ -212,9 +224,24 @@ def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _pattern(text: str) -> str:
-    re.compile(text)
-    return text
+def _patterns(raw: Mapping[str, Any], key: str) -> Iterable[tuple[str, Any]]:
+    """Raises ValueError for what could take forever: Python's regular expressions try all ways to divide a text among their repeats."""
+    patterns = raw.get(key) or {}
+    for text in patterns:
+        _compiled(text)
+    if len(patterns) > _MOST_PATTERNS or sum(map(_ways, patterns)) > _MOST_WAYS:
+        raise ValueError(
+            f"{len(patterns):,} patterns in {key} with too many repeats and alternatives: {next(iter(patterns))!r:.80}"
+        )
+    return tuple(patterns.items())
+
+
+def _ways(pattern: str) -> float:
+    """In which a text of a hundred characters may be tried, roughly; no end of them where a group is repeated."""
+    if re.search(r"\)[*+{]", pattern):
+        return math.inf
+    repeats = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
+    return math.prod(part.count("|") + 1 for part in pattern.split(")")) * 100.0 ** min(repeats, 100)
 
 
 def _sorted_out(
