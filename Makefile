@@ -49,7 +49,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,data,train,zarr]"
+	$(PIP) -e ".[test,oracle,data,train,zarr,serve]"
 	touch $@
 
 clean:

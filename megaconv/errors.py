@@ -156,4 +156,4 @@ CODES = {
     "unsafe-content": Cause(6, "the input asks for code to be run, or reaches outside its directory"),
     "interrupted": Cause(130, "Ctrl-C or SIGTERM"),
 }
-"""Codes are stable: a script may rely on them where messages change. README.md has the same table."""
+"""Codes are stable: a script may rely on them where messages change. docs/errors.md has the same table."""

@@ -53,15 +53,15 @@ def folded(line: str, width: int | None, indent: int | None = None) -> list[str]
 
 def log_to_stderr(name: str) -> None:
     """Warnings become lines on stderr that begin with this name; each is reported once."""
-    logging.addLevelName(logging.WARNING, "warning")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(f"{name}: %(levelname)s: %(message)s"))
+    handler.setFormatter(_OneLine(f"{name}: %(level)s: %(message)s"))
     handler.addFilter(_Once())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        record.level = record.levelname.lower()
         return one_line(super().format(record))
 
 

@@ -363,10 +363,10 @@ def test_formats_lists_loaders_savers_and_families() -> None:
     assert all(word in shown for word in ("loaders", "savers", "families", "MistralForCausalLM"))
 
 
-def test_the_readme_has_the_matrix_of_families_as_formats_prints_it() -> None:
+def test_the_documentation_has_the_matrix_of_families_as_formats_prints_it() -> None:
     printed = run("formats").out
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    assert f"```\n{printed[printed.index('families  ') :]}```\n" in readme
+    page = (Path(__file__).parent.parent / "docs" / "families.md").read_text()
+    assert f"```\n{printed[printed.index('families  ') :]}```\n" in page
 
 
 def test_the_demo_proves_that_a_model_survives(tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def test_errors_that_are_raised_again_keep_their_code() -> None:
     )
 
 
-def test_the_readme_has_the_same_table() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)` \| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_documentation_has_the_same_table() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\d+) \| (.+) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert {code: (int(status), meaning) for code, status, meaning in rows} == dict(CODES)
 
 

@@ -244,9 +244,12 @@ def test_a_configuration_with_fewer_layers_than_there_are_tensors_for_is_refused
     assert_convert_refuses(model, 3, "unknown", "model.layers.1.")
 
 
-def test_an_unknown_architecture_is_refused_and_known_ones_are_listed(model: Path) -> None:
-    edit_json(model / "config.json", lambda config: config.update(architectures=["BlenderbotForConditionalGeneration"]))
-    assert_convert_refuses(model, 3, "BlenderbotForConditionalGeneration", "LlamaForCausalLM")
+@pytest.mark.parametrize(
+    ("asked", "words"), [("Lama2ForCausalLM", "LlamaForCausalLM"), ("BlenderbotModel", "megaconv formats")]
+)
+def test_an_unknown_architecture_is_refused_with_the_nearest_known_ones(asked: str, words: str, model: Path) -> None:
+    edit_json(model / "config.json", lambda config: config.update(architectures=[asked]))
+    assert_convert_refuses(model, 3, asked, words)
 
 
 def test_quantized_weights_are_refused(model: Path) -> None:

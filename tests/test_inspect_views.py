@@ -23,7 +23,6 @@ from tests.models import write_llama
 from tests.runs import assert_refused, run
 
 MIXTURE = FIXTURES / "core-mixtral-seq-tp2pp2ep2" / "checkpoint"
-GGUF = FIXTURES / "gguf-qwen2-bpe" / "qwen2-bpe-q8_0.gguf"
 
 
 def shown(path: Path, *options: str) -> Any:
@@ -64,9 +63,19 @@ def test_the_sizes_of_folded_modules_are_those_of_all_of_them() -> None:
     assert root.modules[0].modules[0].modules[0].modules[0].copies == 4
 
 
-def test_an_unknown_model_has_a_tree_by_its_own_names() -> None:
-    names = [module["name"] for module in shown(GGUF, "--tree")["tree"]["modules"]]
-    assert names == ["token_embd", "blk", "output_norm"]
+def unknown(tmp_path: Path) -> Path:
+    """A model of no family, in files of their usual kind."""
+    model = write_llama(tmp_path / "model", layers=2)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"architectures": ["BlenderbotModel"], "model_type": "blenderbot"})
+    )
+    return model
+
+
+def test_an_unknown_model_has_a_tree_by_its_own_names(tmp_path: Path) -> None:
+    (head, inner) = shown(unknown(tmp_path), "--tree")["tree"]["modules"]
+    assert (inner["name"], head["name"]) == ("model", "lm_head")
 
 
 # --tensors
@@ -158,8 +167,8 @@ def test_the_picture_of_a_mixture_shares_out_its_experts() -> None:
     assert "ep 0: 0-1, ep 1: 2-3" in run("inspect", MIXTURE, "--layout").out
 
 
-def test_a_layout_of_an_unknown_model_is_refused() -> None:
-    assert_refused(run("inspect", GGUF, "--layout"), 2, "--layout", "GGUF")
+def test_a_layout_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    assert_refused(run("inspect", unknown(tmp_path), "--layout"), 2, "--layout", "BlenderbotModel")
 
 
 def test_lines_fit_a_terminal_that_is_narrow(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_every_field_comes_back_from_config_json_or_is_refused_by_name(family: s
                 *FOLLOWS.get(field, ()),
                 "represented as",
                 "head is not its embedding",
+                "one such layer, or none",
             }
             named |= {f"{word} {value_of(variant, 'mlp.activation')}" for word in ("a gated", "an ungated")}
             assert any(name in message for name in named), f"{field} = {value!r}: {message}"

@@ -285,8 +285,8 @@ def test_every_parameter_finds_its_own_optimizer_state(name: str, tmp_path: Path
 def test_the_distributed_optimizers_state_is_refused_both_ways_and_can_be_left_out(tmp_path: Path) -> None:
     whole = convert(source(SMALL), tmp_path / "whole", tp=1, pp=1)
     edit(whole, "mp_rank_00", lambda state: state.update(optimizer=of_values(state["model"])))
-    options = {"pp": 2, "split_rank": 1, "distributed_optimizer": True}
-    assert "distributed optimizer" in refused(whole, tmp_path / "out", "core", **options)
+    options = {"pp": 2, "split_rank": 1}
+    assert "distributed optimizer" in refused(whole, tmp_path / "out", "core", **options, distributed_optimizer=True)
     apart = convert(whole, tmp_path / "apart", **options, optimizer=False)
     assert weights(apart) == weights(source(SMALL))
     buffers = {"optimizer": {"param_groups": []}}

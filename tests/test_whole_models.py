@@ -264,6 +264,11 @@ def test_the_trainer_refuses_what_it_cannot_compute(qwen: Path) -> None:
 # What is shown.
 
 
+def test_the_command_line_is_that_of_the_language_model_alone(qwen: Path) -> None:
+    assert_refused(run("inspect", qwen / "core", "--megatron-args"), 2, "--megatron-args", "--text-only")
+    assert "--position-embedding-type" in run("inspect", qwen / "core", "--megatron-args", "--text-only").out
+
+
 def test_inspect_says_what_lies_beside_the_language_model(qwen: Path) -> None:
     for name in ("hf", "core"):
         shown = run("inspect", qwen / name).out

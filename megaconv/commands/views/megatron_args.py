@@ -6,6 +6,8 @@ from typing import Any
 
 from formats import rank_files
 from formats.torch_dist import is_dcp, read_backend
+from megaconv.errors import NotExpressible
+from megaconv.families.parts.whole_model import named
 from megaconv.megatron.arguments.command_line import CommandLine, command_line
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.distributed.run_config import nemo_weights
@@ -22,6 +24,11 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
     Raises NotExpressible for a model that Megatron doesn't support.
     """
     config, notes = header.config, list[str]()
+    if config.whole is not None:
+        raise NotExpressible(
+            f"--megatron-args: Megatron-LM's script for GPT doesn't build {named(config.whole.config)}, which sees or hears; with "
+            "--text-only it's about the language model in it"
+        )
     layout = header.layout or Layout(stage_layers=(config.layer_count,))
     divisor = header.vocab_divisor or _DIVISOR
     padded = header.padded_vocab or padded_vocab(config.vocab, divisor, layout.tp)
