@@ -116,9 +116,14 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"config_groups": {"a": 5}}, {"config_groups": {"a": {}}}, {"group_size": []}, {"config_groups": {"a": {"weights": {"group_size": {}}}}}],
+    [
+        {"config_groups": {"a": 5}},
+        {"config_groups": {"a": {}}},
+        {"config_groups": {"a": {"weights": {"group_size": {}}}}},
+        {"group_size": []},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_of_a_wrong_kind_end_in_one_line(settings: dict[str, object], tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "peft-llama-all-linear/base", tmp_path / "in")
     file = tmp_path / "in/config.json"
