@@ -90,13 +90,18 @@ def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFix
         assert f"\n{group:>8}  " in out
 
 
+def test_of_one_rank_there_is_nothing_to_say_about_traffic(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--load", str(write_llama(tmp_path / "model"))]) == 0
+    assert "hands over" not in capsys.readouterr().out
+
+
 def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{GPT3} --tp 7".split()) == 2
     assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
     assert main(f"{GPT3} --cp 2".split()) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
-    assert "plan doesn't count with it yet" in errors[2]
+    assert "neither context parallelism nor adapters can be planned yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())
