@@ -4,6 +4,7 @@
     <root>/sources/other         another model of the same sizes: what an output replaces
     <root>/sources/<format>      the same model, written by megaconv, with megaconv.json
     <root>/sources/<format>-bare the same without megaconv.json
+    <root>/sources/gguf          the same, written by megaconv
     <root>/sources/fsdp ...      other models, as verl, DeepSpeed and Orbax wrote them; nothing recorded
 
 `python -m tests.trust.checkpoints DIRECTORY` makes those that need torch, in a process that ends.
@@ -29,7 +30,6 @@ SAVERS = {
     "dcp": "--saver dcp --dist-files 2",
     "hf": "--saver hf --max-shard-size 6KB",
     "meta": "--saver llama_mistral --tp 2",
-    "gguf": "--saver gguf --option tokenizer=none",
 }
 """Options of every kind of output."""
 
@@ -88,6 +88,11 @@ def _make(sources: Path) -> None:
         _convert(sources / "hf", sources / ("hf-written" if name == "hf" else name), options)
     for name, (fixture, options) in OPTIMIZERS.items():
         _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
+    _convert(sources / "hf", sources / "gguf", "--saver gguf --option tokenizer=none")
+    (
+        sources / "gguf" / RECORD_NAME
+    ).unlink()  # it is of what is stored, with which nothing that is read can be compared
+    shutil.copy(sources / "hf" / "config.json", sources / "gguf")
     for name, fixture in NEIGHBOURS.items():
         shutil.copytree(_FIXTURES / fixture, sources / name)
     for path in [path for path in sources.iterdir() if (path / RECORD_NAME).is_file()]:

@@ -105,9 +105,12 @@ def test_sharegpt_and_alpaca_are_the_same_conversation(tmp_path: Path) -> None:
         (MARKED["chatml"], TURNS[:1], "no message by the assistant"),
         (without_marks(MARKED["chatml"]), TURNS[1:], "begins with the assistant's turn"),
         ("{% for m in messages %}{{ m.content.nothing.more }}{% endfor %}", TURNS, "the chat template refuses it"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", TURNS, "refuses it: access to attribute '__class__'"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", TURNS, "refuses it: access to attribute '__init__'"),
+        ("{% include '/etc/passwd' %}", TURNS, "refuses it: no loader"),
         ("{% generation %}{% endgeneration %}{{ messages }}", TURNS, "refuses it|nothing of it is marked"),
     ],
-    ids=["roles", "no answer", "answer first", "undefined", "empty marks"],
+    ids=["roles", "no answer", "answer first", "undefined", "classes", "calls", "files", "empty marks"],
 )
 def test_a_conversation_that_a_template_cannot_have_is_reported_with_its_line(
     template: str, messages: list[Any], words: str, tmp_path: Path

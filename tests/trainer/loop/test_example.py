@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.oracle
+@pytest.mark.slow
 def test_a_small_llama_learns_two_sentences_by_heart(tmp_path: Path) -> None:
     """`transformers` repeats both to the letter."""
     environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}

@@ -123,6 +123,7 @@ CONTEXT_LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_whose_sequences_are_shared_goes_on_at_any_other_layout(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 8 --resume --save ckpt"
     train(tmp_path / "one", 1, command)

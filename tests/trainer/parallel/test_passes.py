@@ -87,6 +87,7 @@ def test_tokens_that_come_little_by_little_get_the_logits_of_the_whole_pass(
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_goes_through_stages_and_tensor_ranks(world: World) -> None:
     expected, _ = incremental(0, Case("qwen3"))
     found = [parts for _, parts in world.run(4, incremental, Case("qwen3", tp=2, pp=2)) if parts is not None]
