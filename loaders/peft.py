@@ -5,7 +5,14 @@ Opened only where it is asked for by name: an adapter is no model, and whoever d
 
 from pathlib import Path
 
-from megaconv.engine.adapters.peft_files import CONFIG, Adapter, ModuleAdapter, module_path, open_adapter
+from megaconv.engine.adapters.peft_files import (
+    CONFIG,
+    Adapter,
+    ModuleAdapter,
+    adapter_directory,
+    module_path,
+    open_adapter,
+)
 from megaconv.engine.adapters.translation import Pair, linear_weights, open_pairs
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import Family, read_config
@@ -25,6 +32,7 @@ def detect(path: Path) -> bool:
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Raises CheckpointError for an adapter that is incomplete, of another model, or has more than pairs of matrices."""
+    path = adapter_directory(path)
     if not (path / CONFIG).is_file():
         raise UnknownFormat(f"{path}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it")
     adapter = open_adapter(path)

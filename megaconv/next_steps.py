@@ -39,6 +39,11 @@ DIRECTORIES = (
         "--load-dir BASE --adapter ADAPTER`, merges it into its base; --loader peft translates it for Megatron-Bridge",
     ),
     Kind(
+        ("iter_*/adapter_config.json",),
+        "is a run that trains an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE RUN --save-dir OUT` "
+        "merges the newest into its base",
+    ),
+    Kind(
         ("*.gguf",),
         "holds a GGUF file ({name}): give that file, and --config with the Hugging Face directory of the model",
     ),

@@ -259,6 +259,16 @@ def test_an_adapter_that_is_not_there_is_told_apart_from_a_directory_of_somethin
     assert_refused(run("merge", model, model, "--save-dir", out), 2, "has no adapter_config.json")
 
 
+def test_of_a_run_that_trains_an_adapter_the_newest_is_merged_and_named(tmp_path: Path) -> None:
+    case, run_of_it = LINEAR, tmp_path / "run"
+    shutil.copytree(case / "adapter", run_of_it / "iter_0000012")
+    edited(case / "adapter", run_of_it / "iter_0000010", {"lora_alpha": 1})
+    (run_of_it / "latest_checkpointed_iteration.txt").write_text("12")
+    outcome = run("merge", case / "base", run_of_it, "--save-dir", tmp_path / "out")
+    assert f"adapter {run_of_it / 'iter_0000012'}:" in outcome.err
+    assert_same_bits(load_file(tmp_path / "out/model.safetensors"), load_file(case / "merged/model.safetensors"))
+
+
 def test_a_quiet_merge_prints_no_summary(tmp_path: Path) -> None:
     case = FIXTURES / "peft-llama-all-linear"
     outcome = run("merge", case / "base", case / "adapter", "--save-dir", tmp_path / "out", "--quiet")

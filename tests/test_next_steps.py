@@ -76,6 +76,7 @@ def test_of_many_checkpoints_below_some_are_listed_and_more_are_said(tmp_path: P
     [
         (lambda path: path.mkdir() or path, ["is an empty directory"]),
         (touch("adapter_config.json", "adapter_model.safetensors"), ["is an adapter", "megaconv merge BASE ADAPTER"]),
+        (touch("iter_0000005/adapter_config.json"), ["is a run that trains an adapter", "megaconv merge BASE RUN"]),
         (touch("config.json", "model-Q4_K_M.gguf"), ["model-Q4_K_M.gguf", "Hugging Face directory"]),
         (a_file("model-Q4_K_M.gguf", b"GGUF"), ["is not a valid GGUF file"]),
         (a_file("model.gguf", b"none"), ["is called a GGUF file"]),

@@ -4,7 +4,7 @@ Every rank reads its own rectangles of canonical tensors, so that the layout of 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
 from megatron_lite.checkpoint.weights import load_weights, read_rows
 from megatron_lite.engine import Engine
+from megatron_lite.parallel.zero import STATE
 from megatron_lite.settings.config import Settings
+
+_STATES = frozenset(slot for slots in STATE.values() for slot in slots)
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,20 @@ def _check_base(settings: Settings, saved: Path | None) -> None:
         )
 
 
-def _open(place: str, settings: Settings, *, continued: bool) -> Start:
+def open_language_model(place: str) -> Source:
+    """A checkpoint of any format. Raises CheckpointError; NotExpressible for a model that has more beside its language model."""
     _, source = open_source(place, None, LoadOptions())
     if source.header.config.whole is not None:
         name = named(source.header.config.whole.config)
         raise NotExpressible(
-            f"{place}: {name} sees or hears, and only language models can be trained here; convert the one in it with --text-only"
+            f"{place}: {name} sees or hears, and there is code for language models alone; take the one in it: "
+            f"megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
         )
+    return source
+
+
+def _open(place: str, settings: Settings, *, continued: bool) -> Start:
+    source = open_language_model(place)
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
     dropouts = read_dropouts(common, source.header.config.hf)
@@ -118,6 +128,7 @@ def load(engine: Engine, start: Start) -> None:
         return
     for owned in engine.optimizer.ranges():
         native = owned.info.native
+        _check_kind(native.parts, set(owned.tensors), start)
         for slot, flat in owned.tensors.items():
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
             if slot == "master" and not any(tensors.values()):
@@ -127,6 +138,17 @@ def load(engine: Engine, start: Start) -> None:
     if start.progress.engine is not None:
         fresh, found = engine.state(), start.progress.engine
         engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
+
+
+def _check_kind(names: Iterable[str], wanted: set[str], start: Start) -> None:
+    """Raises UsageError where a parameter's state in the checkpoint is another optimizer's."""
+    for name in names:
+        found = sorted(slot for slot in _STATES if Key(name, slot) in start.tensors)
+        if found and not wanted.intersection(found):
+            raise UsageError(
+                f"{start.path}: the optimizer's state of {name} is {' and '.join(found)}, which another optimizer than this run's has; "
+                "give the --optimizer that it was trained with, or --no-load-optim for a fresh one"
+            )
 
 
 def read_range(

@@ -15,6 +15,7 @@
 Data for GPT has one sequence a document, data for BERT and T5 one a sentence. As megatron-core 0.16 reads and writes it.
 """
 
+import glob
 import mmap
 import struct
 from pathlib import Path
@@ -70,7 +71,9 @@ class IndexedDataset(Documents):
         path = idx_path(prefix)
         for file in (path, bin_path(prefix)):
             if not file.is_file():
-                raise CorruptCheckpoint(f"{file}: no such file; a dataset is given by its path without .bin or .idx")
+                raise CorruptCheckpoint(
+                    f"{file}: no such file; a dataset is given by its path without .bin or .idx{_meant(path)}"
+                )
         index = _map(path)
         self.dtype, sequences, entries = _read_header(path, index)
         # In Python's integers, before numpy could overflow.
@@ -134,6 +137,12 @@ class IndexedDataset(Documents):
                 )
         elif size:
             raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists none")
+
+
+def _meant(path: Path) -> str:
+    """Of datasets beside a missing index, those that preprocess made of its prefix: it adds the key's name and the level."""
+    found = sorted(path.parent.glob(f"{glob.escape(path.stem)}_*.idx"))
+    return f"; is {found[0].with_suffix('')} meant?" if found else ""
 
 
 def _map(path: Path) -> mmap.mmap | bytes:

@@ -112,9 +112,9 @@ def _stream(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> No
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
-        say(prompt)
         batch, text = RunningBatch(opened.model), TextStream(opened.tokenizer.detokenize, given.stop)
-        request = batch.add(request_of(opened, given, prompt))
+        request = batch.add(request_of(opened, given, prompt))  # which may be refused, before anything of it is said
+        say(prompt)
         for step in steps(batch):
             if step.end != "stop":
                 say(text.add(step.token))

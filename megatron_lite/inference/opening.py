@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megaconv.engine.preparation import open_source
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Source
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megaconv.options import LoadOptions
-from megatron_lite.checkpoint.restore import Start
+from megatron_lite.checkpoint.restore import Start, open_language_model
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import TYPES, Tokenizer
@@ -151,7 +149,7 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     """Collective. Raises CheckpointError."""
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} has to be 1 or more")
-    source = all_or_none(lambda: open_source(given.load, None, LoadOptions())[1])
+    source = all_or_none(lambda: open_language_model(given.load))
     tokenizer = all_or_none(lambda: _tokenizer(given, source))
     config, dtype = source.header.config, source.header.config.dtype
     if given.dtype:

@@ -82,8 +82,6 @@ def describe(world: int | None, words: list[str]) -> Described:
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
     parallel = settings.parallel
-    if parallel.context_parallel_size > 1:
-        raise UsageError("--context-parallel-size: plan doesn't count with it yet; leave it out")
     ranks = world or parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return Described(config, work_out(settings, config, options, ranks), options, optimizer_options(settings))
 

@@ -93,7 +93,8 @@ class Planned:
             sizes = f"{readable(one.kept):>14}  {readable(one.activations):>11}  {readable(one.total):>10}"
             yield f"{pp_rank:>5}  {one.parameters:>18,}  {sizes}"
         busiest = max(range(len(self.traffic)), key=lambda rank: sum(item.sent for item in self.traffic[rank]))
-        yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
+        if self.traffic[busiest]:
+            yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
         for item in self.traffic[busiest]:
             what = f"{item.kind} of {item.ranks} ranks" if item.kind != "send" else "messages between stages"
             yield f"{item.group:>8}  {what:<28} {readable(round(item.bytes)):>11}, of which it sends {readable(round(item.sent))}"

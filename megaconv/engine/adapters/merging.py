@@ -127,6 +127,8 @@ def merge(source: Source, choices: Sequence[AdapterChoice]) -> MergedSource:
         if isinstance(place, str):
             raise UsageError(f"--adapter {place}: expected a directory or a Hub id")
         adapter = open_adapter(place)
+        if adapter.directory != place:  # an iteration of a run: the record names it
+            choice = choice._replace(place=f"{choice.place.rstrip('/')}/{adapter.directory.name}")
         changes = changes_of(adapter, choice.weight, family(config.family), config)
         again = [name for each in merged for name in each.changes.deltas if name in changes.deltas]
         if again and any(each.adapter.config.dora for each in (*merged, Merged(choice, adapter, changes))):

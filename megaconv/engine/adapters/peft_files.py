@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
+from formats.rank_files import find_version
 from formats.regular_files import read_json
 from formats.tensor import LazyTensor
 from megaconv.engine.weight_files import read_file
@@ -127,10 +128,22 @@ class Adapter:
     weights: Path
 
 
+def adapter_directory(path: Path) -> Path:
+    """Where the adapter itself lies: path, or the iteration that path's tracker names, where path is a run that trains one.
+
+    Raises CorruptCheckpoint for a tracker that points nowhere.
+    """
+    if (path / CONFIG).is_file():
+        return path
+    version = find_version(path)
+    return version if version is not None and (version / CONFIG).is_file() else path
+
+
 def open_adapter(directory: Path) -> Adapter:
     """Raises CheckpointError for what is not a complete LoRA adapter, or is of a kind that can't be merged."""
     if not directory.is_dir():
         raise UsageError(f"--adapter {directory}: no such directory")
+    directory = adapter_directory(directory)
     if not (directory / CONFIG).is_file():
         raise UsageError(
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"

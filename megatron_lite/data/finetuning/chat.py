@@ -44,12 +44,12 @@ class ChatTemplate:
         self._added = tuple(str(token.content) for token in self._inner.added_tokens_decoder.values())
         self._added_ids = frozenset(self._inner.added_tokens_decoder)
         self._eod = tokenizer.eod
-        package("jinja2", "a chat template")
+        self._unreadable: type[Exception] = package("jinja2", "a chat template").TemplateSyntaxError
 
     def encode(self, chat: Chat) -> Encoded:
         """Tokens as transformers' apply_chat_template has them; the end of the text behind one that ends with no special token.
 
-        Raises BadRecord.
+        Raises BadRecord; UsageError for a template that isn't one, whatever the conversation.
         """
         answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if not answers:
@@ -62,6 +62,10 @@ class ChatTemplate:
                 ids, learned = self._by_beginnings(chat, wanted)
         except BadRecord:
             raise
+        except self._unreadable as error:
+            raise UsageError(
+                f"the chat template can't be read, at its line {getattr(error, 'lineno', '?')}: {error}"
+            ) from error
         except Exception as error:  # whatever the template's own code raises
             raise BadRecord(f"the chat template refuses it: {error}") from error
         if not any(learned):

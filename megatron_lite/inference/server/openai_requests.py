@@ -126,7 +126,10 @@ def _prompts(value: Any, opened: Opened) -> tuple[tuple[int, ...], ...]:
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise Refused("prompt should be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
+        instead = "it is missing" if value is None else f"found {value!r:.60}"
+        raise Refused(
+            f"prompt should be a text, a list of texts, of token ids, or of lists of token ids; {instead}", "prompt"
+        )
     if len(value) > MOST_PROMPTS:
         raise Refused(f"{len(value)} prompts are more than {MOST_PROMPTS}", "prompt")
     return tuple(_prompt(each, opened) for each in value)
@@ -145,7 +148,8 @@ def _prompt(value: Any, opened: Opened) -> tuple[int, ...]:
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise Refused("messages should be a list of messages", "messages")
+        instead = "it is missing" if value is None else f"found {value!r:.60}"
+        raise Refused(f"messages should be a list of one message or more; {instead}", "messages")
     found = []
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -123,6 +123,15 @@ def test_a_conversation_that_a_template_cannot_have_is_reported_with_its_line(
         read_examples([str(path)], loaded(tmp_path / "t", template))
 
 
+def test_a_template_that_is_none_is_not_blamed_on_a_conversation(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}) + "\n")
+    with pytest.raises(UsageError, match=r"^the chat template can't be read, at its line 2: "):
+        read_examples([str(path)], loaded(tmp_path / "t", "{{ bos_token }}\n{% for m in"))
+
+
 def test_without_a_template_a_chat_is_refused_with_what_to_do_and_alpaca_is_written_out(tmp_path: Path) -> None:
     import json
 

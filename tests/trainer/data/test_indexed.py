@@ -186,6 +186,12 @@ def fail_midway(writer: IndexedWriter) -> None:
         raise RuntimeError
 
 
+def test_the_dataset_that_preprocess_made_of_a_prefix_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus_text_document.idx").touch()
+    with pytest.raises(CorruptCheckpoint, match=r"corpus\.idx: no such file; .*; is .*/corpus_text_document meant\?"):
+        IndexedDataset(tmp_path / "corpus")
+
+
 def test_nothing_is_left_of_a_writing_that_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fail_midway(IndexedWriter(tmp_path / "x", U16))

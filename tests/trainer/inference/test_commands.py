@@ -151,7 +151,9 @@ def test_mistakes_are_refused_in_one_line(
     (tmp_path / "bad.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [1, 999]}\n')
     places = {"MODEL": str(model[0]), "BAD": str(tmp_path / "bad.jsonl")}
     code = run(*(places.get(word, word) for word in words))
-    error = capfd.readouterr().err.strip().splitlines()
+    out, err = capfd.readouterr()
+    error = err.strip().splitlines()
+    assert out == ""
     assert code != 0
     assert said in error[-1]
     assert not any("Traceback" in line for line in error)

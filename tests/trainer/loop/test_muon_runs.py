@@ -30,3 +30,11 @@ def test_a_distributed_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     running = launch(tmp_path, 1, f"{MUON} --use-distributed-optimizer")
     assert running.wait() == [2]
     assert "--optimizer muon takes whole matrices" in running.log(0)
+
+
+def test_what_another_optimizer_saved_is_refused_and_both_ways_out_are_named(tmp_path: Path) -> None:
+    train(tmp_path, 1, f"{MUON} --save ckpt --exit-interval 1")
+    running = launch(tmp_path, 1, f"pretrain {LLAMA} --bf16 --train-iters 4 --load ckpt --save other")
+    assert running.wait() == [2]
+    for words in ("momentum_buffer, which another optimizer", "give the --optimizer", "--no-load-optim"):
+        assert words in running.log(0)

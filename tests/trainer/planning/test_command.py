@@ -90,6 +90,11 @@ def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFix
         assert f"\n{group:>8}  " in out
 
 
+def test_of_one_rank_there_is_nothing_to_say_about_traffic(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--load", str(write_llama(tmp_path / "model"))]) == 0
+    assert "hands over" not in capsys.readouterr().out
+
+
 def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{GPT3} --tp 7".split()) == 2
     assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
