@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -18,6 +17,7 @@ from megaconv.engine.preparation import open_source
 from megaconv.engine.record import SourceCheck, check_source
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
+from megaconv.engine.threads import thread_pool
 from megaconv.errors import UsageError
 from megaconv.hub import Place, resolve
 from megaconv.model.fields import config_differences
@@ -147,7 +147,7 @@ def diff_sources(
     slots = (WEIGHT, *(slot for slot in SLOTS if slot in shared))
     keys = [key for key in in_left if key.slot in slots]
     keys += [key for key in in_right if key.slot in slots and key not in in_left]
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         found = pool.map(lambda key: _compare(key, in_left, in_right, advance, checks), keys)
         differences = tuple(item for item in found if item is not None)
     for check in checks:

@@ -1,7 +1,6 @@
 """How far a model has moved from another: of every tensor, and of every layer, the relative size of the difference."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -12,6 +11,7 @@ from formats.tensor import LazyTensor
 from megaconv.engine.fingerprints import read_blocks
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
+from megaconv.engine.threads import thread_pool
 from megaconv.model.ir import WEIGHT, Key, Source
 
 
@@ -88,7 +88,7 @@ def movement(
     """Reads the weights of both. Their dtypes may differ."""
     ours, theirs = ({key: tensor for key, tensor in side.tensors() if key.slot == WEIGHT} for side in (left, right))
     keys = [key for key, tensor in ours.items() if key in theirs and tuple(theirs[key].shape) == tuple(tensor.shape)]
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         return Movement(tuple(pool.map(lambda key: _moved(key, ours[key], theirs[key], advance), keys)))
 
 

@@ -6,7 +6,6 @@ fusion, padding, sharding and format leave no trace in them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
 from megaconv.engine.fp8_blocks import READ_AS, Fp8Values
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.shifted import ShiftedHasher
+from megaconv.engine.threads import thread_pool
 from megaconv.model.ir import WEIGHT, Key, Source, shift_of
 
 
@@ -77,7 +77,7 @@ def fingerprint_source(
     only: Collection[Key] | None = None,
 ) -> Fingerprint:
     """Reads every tensor once, or those of them that are asked for."""
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         items = [(key, tensor) for key, tensor in source.tensors() if only is None or key in only]
         items.sort(key=lambda item: -byte_count(item[1].shape, item[1].dtype))  # or a large one may be left for the end
         digests = pool.map(lambda item: fingerprint_tensor(item[1], advance), items)

@@ -6,7 +6,6 @@ chunk to chunk (Chan, Golub and LeVeque 1979), so that a standard deviation far 
 """
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod, sqrt
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count
 from megaconv.engine import rounding
 from megaconv.engine.fingerprints import read_blocks
+from megaconv.engine.threads import thread_pool
 
 BINS = 32
 _CHUNK = 1 << 16
@@ -170,7 +170,7 @@ def all_statistics(
     """Of every tensor that can be computed with, in the given order."""
     items = [(name, tensor) for name, tensor in tensors if tensor.dtype in COMPUTED]
     by_size = sorted(items, key=lambda item: -byte_count(tuple(item[1].shape), item[1].dtype))
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         found = pool.map(lambda item: (item[0], tensor_statistics(item[1], advance)), by_size)
         done = dict(found)
     return {name: done[name] for name, _ in items}

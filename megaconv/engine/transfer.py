@@ -94,10 +94,10 @@ class Transfer:
         threads = [
             threading.Thread(target=self._work, args=(stream,), name=f"saver-{index}") for index in range(workers)
         ]
-        for thread in threads:
-            thread.start()
         recorded = time.monotonic()
         try:
+            for thread in threads:
+                thread.start()
             while any(thread.is_alive() for thread in threads):
                 for thread in threads:
                     thread.join(0.05)
@@ -109,7 +109,8 @@ class Transfer:
             raise
         finally:
             for thread in threads:
-                thread.join()
+                if thread.is_alive():  # one that an interrupt came before never started
+                    thread.join()
         if stream.error is not None:
             raise stream.error
         self._write_headers()

@@ -1,0 +1,25 @@
+"""Threads that end soon when what started them does."""
+
+import time
+
+import pytest
+
+from megaconv.engine.threads import thread_pool
+
+
+def test_what_has_not_begun_when_an_interrupt_comes_is_never_begun() -> None:
+    """Wherever it comes: here after tasks were handed in, and before anybody waits for them."""
+    begun = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        time.sleep(0.05)
+
+    def interrupted() -> None:
+        for number in range(50):
+            pool.submit(work, number)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), thread_pool(2) as pool:
+        interrupted()
+    assert len(begun) < 10
