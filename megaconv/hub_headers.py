@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 from formats.ceilings import HEADER_BYTES
 from formats.partial_files import PartialFile
 from megaconv.errors import CheckpointError
+from megaconv.threads import thread_pool
 
 SUFFIX = ".safetensors"
 """Of files whose names and shapes stand in one place, at the start; torch's are scattered over the whole file."""
@@ -66,7 +66,7 @@ def directory(name: str, commit: str, small: Sequence[Path], weights: Sequence[s
         place.mkdir(parents=True)
         for file in small:
             shutil.copyfile(file, place / file.name)
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with thread_pool(_THREADS) as pool:
             urls = [hf_hub_url(name, each, revision=commit) for each in weights]
             list(pool.map(_stand_in, (place / each for each in weights), urls))
     except BaseException:

@@ -42,6 +42,7 @@ ROOMS = {
             "megaconv.plugins",
             "megaconv.errors",
             "megaconv.terminal",
+            "megaconv.threads",
             "megaconv.torch_extra",
             "megaconv._version",
             "megaconv.own_packages",

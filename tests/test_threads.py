@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megaconv.engine.threads import thread_pool
+from megaconv.threads import thread_pool
 
 
 def test_what_has_not_begun_when_an_interrupt_comes_is_never_begun() -> None:

@@ -17,13 +17,13 @@ from megaconv.engine.preparation import open_source
 from megaconv.engine.record import SourceCheck, check_source
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
-from megaconv.engine.threads import thread_pool
 from megaconv.errors import UsageError
 from megaconv.hub import Place, resolve
 from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
 from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions
+from megaconv.threads import thread_pool
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from formats.tensor import LazyTensor
 from megaconv.engine.fingerprints import read_blocks
 from megaconv.engine.rounding import numbers
 from megaconv.engine.shifted import plain
-from megaconv.engine.threads import thread_pool
 from megaconv.model.ir import WEIGHT, Key, Source
+from megaconv.threads import thread_pool
 
 
 @dataclass(frozen=True)

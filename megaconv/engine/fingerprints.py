@@ -16,8 +16,8 @@ from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
 from megaconv.engine.fp8_blocks import READ_AS, Fp8Values
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.shifted import ShiftedHasher
-from megaconv.engine.threads import thread_pool
 from megaconv.model.ir import WEIGHT, Key, Source, shift_of
+from megaconv.threads import thread_pool
 
 
 def tensor_hasher(tensor: LazyTensor) -> Any:

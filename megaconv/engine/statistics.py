@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count
 from megaconv.engine import rounding
 from megaconv.engine.fingerprints import read_blocks
-from megaconv.engine.threads import thread_pool
+from megaconv.threads import thread_pool
 
 BINS = 32
 _CHUNK = 1 << 16

@@ -115,6 +115,19 @@ def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
 
 
+def assert_goes_on_at_layouts(model: str, layouts: list[tuple[int, str]], place: Path) -> None:
+    """Eight steps of one process in `one`, and in `moved` as many by runs of so many processes, one after another."""
+    command = f"pretrain {model} --train-iters 8 --resume --save ckpt"
+    train(place / "one", 1, command)
+    for size, words in layouts:
+        train(place / "moved", size, f"{command} {words}")
+    one, moved = metrics(place / "one"), metrics(place / "moved")
+    assert sorted(one) == sorted(moved) == list(range(1, 9))
+    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
+    diff = megaconv.diff(place / "one" / "ckpt", place / "moved" / "ckpt")
+    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+
+
 CONTEXT_LAYOUTS = [
     (4, "--cp 2 --tp 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
     (2, "--cp 2 --cp-comm-type a2a --use-distributed-optimizer --ckpt-format torch --exit-interval 4"),
@@ -125,15 +138,7 @@ CONTEXT_LAYOUTS = [
 
 @pytest.mark.slow
 def test_a_run_whose_sequences_are_shared_goes_on_at_any_other_layout(tmp_path: Path) -> None:
-    command = f"pretrain {LLAMA} --train-iters 8 --resume --save ckpt"
-    train(tmp_path / "one", 1, command)
-    for size, words in CONTEXT_LAYOUTS:
-        train(tmp_path / "moved", size, f"{command} {words}")
-    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
-    assert sorted(one) == sorted(moved) == list(range(1, 9))
-    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
-    diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
-    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+    assert_goes_on_at_layouts(LLAMA, CONTEXT_LAYOUTS, tmp_path)
 
 
 @pytest.mark.slow
@@ -154,15 +159,7 @@ EXPERT_LAYOUTS = [
 
 
 def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_path: Path) -> None:
-    command = f"pretrain {MIXTRAL} --train-iters 8 --resume --save ckpt"
-    train(tmp_path / "one", 1, command)
-    for size, words in EXPERT_LAYOUTS:
-        train(tmp_path / "moved", size, f"{command} {words}")
-    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
-    assert sorted(one) == sorted(moved) == list(range(1, 9))
-    assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
-    diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
-    assert max((item.max_abs or 0.0) for item in diff.differences) < 1e-4
+    assert_goes_on_at_layouts(MIXTRAL, EXPERT_LAYOUTS, tmp_path)
     megaconv.convert(tmp_path / "moved" / "ckpt", tmp_path / "hf", saver="hf")
     prints = [megaconv.fingerprint(tmp_path / name) for name in ("hf", "moved/ckpt")]
     assert prints[0].weights == prints[1].weights
