@@ -17,7 +17,7 @@ from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass, Passes
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.plan import ExpertRanks, make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
@@ -81,7 +81,7 @@ class Engine:
         self._balanced = Step()
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
-        plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
+        plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
         self._loss_names = plan.losses
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
@@ -145,7 +145,7 @@ class Engine:
             )  # fmt: skip
             buckets.wait_before(_units(module))
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
+        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"), grid.group("etp"))
 
     def train_step(
         self,

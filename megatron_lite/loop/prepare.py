@@ -172,6 +172,11 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "
             f"tp = {layout.tp} ranks; take --ep {layout.tp} or more, or torch_dist"
         )
+    if saving.save is not None and saving.ckpt_format == "torch" and layout.tp % layout.etp:
+        raise LayoutError(
+            f"--ckpt-format torch has files by tensor ranks, of which etp = {layout.etp} has to divide tp = {layout.tp}; "
+            "take another --expert-tensor-parallel-size, or torch_dist"
+        )
 
 
 def _sample_counts(settings: Settings, sizes: Sizes, progress: Progress) -> list[int]:

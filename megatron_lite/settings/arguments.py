@@ -40,7 +40,7 @@ REFUSED = {
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
-    "dataloader_type": "single", "expert_tensor_parallel_size": "1",
+    "dataloader_type": "single",
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""

@@ -89,6 +89,9 @@ class Parallel:
         "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share each expert's matrices (as --tp where that fits, else 1)", short="--etp"
+    )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
