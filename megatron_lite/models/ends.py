@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
-from megatron_lite.models.loss import head_loss
+from megatron_lite.models.loss import head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config = plan.config
-        self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
+        self.ranks, self.dropout, self.at = plan.ranks, plan.options.hidden_dropout, rng.At(0, rng.EMBEDDING)
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
@@ -37,7 +37,7 @@ class Embedding(nn.Module):
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
         if run.seed is None or not self.dropout:
             return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks)
+        dropped: Tensor = run.seed.drop(x, self.dropout, self.at, self.ranks)
         return dropped
 
 
@@ -57,8 +57,7 @@ class Head(nn.Module):
         weight = shared if self.weight is None else self.weight
         assert weight is not None
         plan = self.plan
-        # On a CPU each tensor rank has fewer columns, and a collective is dear.
-        rows = plan.options.loss_rows or (1024 if hidden.is_cuda else 128 * plan.ranks.size)
+        rows = plan.options.loss_rows or rows_at_a_time(hidden.device, weight.shape[0], plan.ranks.size)
         total, losses = head_loss(
             hidden, weight, labels.t().reshape(-1), weights.t().reshape(-1), plan.config.vocab, rows, plan.ranks
         )
