@@ -154,7 +154,7 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
-        distributed=parallel.use_distributed_optimizer,
+        distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
     )  # fmt: skip
@@ -173,6 +173,11 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
         raise LayoutError(
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "
             f"tp = {layout.tp} ranks; take --ep {layout.tp} or more, or torch_dist"
+        )
+    if saving.save is not None and saving.ckpt_format == "torch" and layout.tp % layout.etp:
+        raise LayoutError(
+            f"--ckpt-format torch has files by tensor ranks, of which etp = {layout.etp} has to divide tp = {layout.tp}; "
+            "take another --expert-tensor-parallel-size, or torch_dist"
         )
 
 
