@@ -21,7 +21,7 @@ from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 
-_LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)(\..*)")
 
 _LOCAL = (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")

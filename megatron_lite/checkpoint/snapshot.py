@@ -149,9 +149,13 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     config, content = engine.config, empty_object()
     stacked, count = stacks_layers(config), config.layer_count
+    bert = config.has("transform !encoder")
+    stack = "encoder" if bert else "decoder"
     for chunk in engine.grid.chunks():
+        if bert and chunk.is_last:  # of a decoder's head Megatron leaves it out
+            yield "output_layer._extra_state/shard_0_1", content
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            at = ("decoder.layers.", layer, count) if stacked else (f"decoder.layers.{layer}.", 0, 1)
+            at = (f"{stack}.layers.", layer, count) if stacked else (f"{stack}.layers.{layer}.", 0, 1)
             for key in _states_of_layer(config, layer, impl, *at):
                 yield key, content
         for depth in range(config.mtp_layers if chunk.is_last else 0):

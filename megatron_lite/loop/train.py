@@ -61,6 +61,8 @@ class Run:
     """Steps without a label that counts, which changed nothing either."""
     interval: list[float] = field(default_factory=list)
     """Losses since the last log line."""
+    other_losses: dict[str, list[float]] = field(default_factory=dict)
+    """The same of what else the model learns from, by name."""
     saved: int | None = None
     """The iteration of the last save."""
 
@@ -187,15 +189,19 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         run.losses.append((run.progress.iteration, report.loss))
     if not report.skipped:
         run.interval.append(report.loss)
+        for name, loss in report.others.items():
+            run.other_losses.setdefault(name, []).append(loss)
 
 
 def _log(run: Run, report: StepReport, lr: float) -> None:
     if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
         return
+    others = {name: sum(losses) / len(losses) for name, losses in run.other_losses.items()} or dict(report.others)
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
         "loss": sum(run.interval) / len(run.interval) if run.interval else report.loss,
+        "others": others,
         "grad_norm": report.grad_norm,
         "learning_rate": lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
@@ -206,9 +212,10 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         **run.meter.read(run.progress.consumed_samples),
     }
     run.interval.clear()
+    run.other_losses.clear()
     run.say(line(figures, run.settings.training.train_iters))
     for sink in run.sinks:
-        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **report.others})
+        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -78,8 +78,8 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
 
 def _of_bert(settings: Settings) -> dict[str, Any]:
     """Megatron has token types, pooler and binary head together, or none of them."""
-    binary = not settings.masked.bert_no_binary_head
-    return {"head.activation": "gelu", "head.bias": True, "head.binary": binary, "token_types": 2 * binary}
+    binary = not settings.model.bert_no_binary_head
+    return {"head.activation": "gelu", "head.binary": binary, "token_types": 2 * binary}
 
 
 _RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")
@@ -133,6 +133,8 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         "num_query_groups": config.attention.kv_heads,
         "rope_scaling_factor": (config.positions.scaling or {}).get("factor", stated["rope_scaling_factor"]),
     }
+    if "bert_binary_head" in stated:
+        stated["bert_no_binary_head"] = not stated["bert_binary_head"]
     for name in sorted(settings.given):
         subject, _ = flags()[name]
         if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:

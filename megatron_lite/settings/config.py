@@ -76,6 +76,9 @@ class Model:
     qk_pos_emb_head_dim: int = flag(64, "those that do")
     v_head_dim: int = flag(128, "elements of a head of v")
     mtp_num_layers: int | None = flag(None, "layers that predict further tokens, one each")
+    bert_no_binary_head: bool = flag(
+        False, "of a BERT: neither types of tokens nor a head that tells whether two parts have changed places"
+    )
     vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times tp")
 
@@ -286,11 +289,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Masked:
-    """BERT; --data-path of preprocess --split-sentences, [CLS] [SEP] [MASK] of the tokenizer"""
+    """Hidden words, for --model-type bert on what preprocess --split-sentences made"""
 
     mask_prob: float = flag(0.15, "part of a sample's tokens that is hidden")
     short_seq_prob: float = flag(0.1, "of a sample that is made shorter on purpose")
-    bert_no_binary_head: bool = flag(False, "no second loss, which tells whether two parts have changed places")
 
 
 @dataclass(frozen=True)
