@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
-from megatron_lite.models.chunk import Counted, ModelChunk
+from megatron_lite.models.chunk import Counted
+from megatron_lite.models.chunks import AnyChunk, make_chunk
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
@@ -85,7 +86,7 @@ class Engine:
         self._loss_names = plan.losses
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
-        self.chunks: list[ModelChunk] = []
+        self.chunks: list[AnyChunk] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
@@ -93,7 +94,7 @@ class Engine:
         """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
-                module = ModelChunk(plan, chunk)
+                module = make_chunk(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
             infos = list(
@@ -143,7 +144,7 @@ class Engine:
                 distributed=optimizer.distributed,
                 overlap=optimizer.overlap_grad_reduce,
             )  # fmt: skip
-            buckets.wait_before(_units(module))
+            buckets.wait_before(module.units())
             self.buckets.append(buckets)
         self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
 
@@ -239,14 +240,14 @@ class Engine:
             own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
-    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[AnyChunk, Tensor] | None:
         """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
 
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
         run = self.make_pass(batch, cache=cache)
-        found: list[tuple[ModelChunk, Tensor]] = []
+        found: list[tuple[AnyChunk, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]
@@ -296,11 +297,11 @@ class Engine:
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
-        own = length // self.grid.cp
+        lengths = Lengths(rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1])
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
+            return with_gradient(chunk.gives(lengths)) if action.backward else chunk.takes(lengths)
 
         return wires
 
@@ -366,10 +367,3 @@ class _LossSum:
             self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
             self.sums[row, 1] += weights.sum(dtype=torch.float64)
         return total
-
-
-def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
-    """The modules before which parameters have to be there."""
-    yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
-    yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
-    yield from chunk.mtp.layers if chunk.mtp is not None else ()

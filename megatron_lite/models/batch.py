@@ -1,8 +1,17 @@
 """What a model is trained on in one pass."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Lengths(NamedTuple):
+    """Of the sequences of a microbatch, as far as a rank has them."""
+
+    rows: int
+    tokens: int
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,10 @@ class Microbatch:
     """Weight of each label in the loss, bool or float [batch, sequence]; None: all 1."""
     positions: Tensor | None = None
     """int64 [batch, sequence]; None: 0, 1, 2 ..."""
+    source: Tensor | None = None
+    """int64 [batch, its own length]: what an encoder reads, in a model that has one; tokens are the decoder's then."""
+    source_mask: Tensor | None = None
+    """bool, like source: what is no padding; None: all of it."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Per sequence the lengths of its documents, which don't see each other; None: one document."""
     index: int = 0

@@ -3,7 +3,7 @@
 Activations are [sequence, batch, hidden], or with sequence parallelism this tensor rank's part of the sequence.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from megaconv.model.layout import Chunk
 from megatron_lite.models import recompute
+from megatron_lite.models.batch import Lengths
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
-from megatron_lite.parallel import comm
 from megatron_lite.parallel.payload import Payload, Wire, Wires
 from megatron_lite.parallel.tensor import Norm
 
@@ -43,6 +43,12 @@ class Decoder(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 
+def activations(plan: Plan, rows: int, tokens: int, dtype: torch.dtype) -> Wire:
+    """What passes between stages of so many tokens of so many rows."""
+    ranks = plan.ranks
+    return Wire((tokens // ranks.size if ranks.sequence else tokens, rows, plan.config.hidden), dtype)
+
+
 class Counted(NamedTuple):
     """A loss of every label, and how much it counts; float32 [batch, sequence] without a gradient."""
 
@@ -63,18 +69,22 @@ class ModelChunk(nn.Module):
         shares = plan.config.tie_embeddings and chunk.is_first
         self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
 
-    def takes(self, rows: int, length: int) -> Wires:
-        """What the stage before this one gives, of a microbatch of so many rows, of each of which this rank has so many tokens."""
-        return () if self.is_first else self._between(rows, length)
+    def units(self) -> Iterator[nn.Module]:
+        """The modules before which parameters have to be there, in the order of a forward pass."""
+        yield from (module for module in (self.embedding, *self.decoder.layers) if module is not None)
+        yield from (module for module in (self.decoder.final_layernorm, self.output_layer) if module is not None)
+        yield from self.mtp.layers if self.mtp is not None else ()
 
-    def gives(self, rows: int, length: int) -> Wires:
+    def takes(self, lengths: Lengths) -> Wires:
+        """What the stage before this one gives, of a microbatch of these sizes."""
+        return () if self.is_first else self._between(lengths)
+
+    def gives(self, lengths: Lengths) -> Wires:
         """What this stage gives to the one behind it."""
-        return () if self.is_last else self._between(rows, length)
+        return () if self.is_last else self._between(lengths)
 
-    def _between(self, rows: int, length: int) -> Wires:
-        ranks = self.plan.ranks
-        here = length // ranks.size if ranks.sequence else length
-        return (Wire((here, rows, self.plan.config.hidden), next(self.parameters()).dtype),)
+    def _between(self, lengths: Lengths) -> Wires:
+        return (activations(self.plan, lengths.rows, lengths.tokens, next(self.parameters()).dtype),)
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """taken: what the stage before gave. On the last stage (activations behind the final norm,)."""
@@ -114,16 +124,9 @@ class ModelChunk(nn.Module):
 
     def logits(self, given: Payload) -> Tensor:
         """float32 [batch, sequence, vocabulary], the same on every tensor rank; on the last stage, without a gradient."""
-        head, ranks = self.output_layer, self.plan.ranks
         (hidden,) = given
-        assert head is not None
-        weight = self._shared() if head.weight is None else head.weight
-        assert weight is not None
-        if ranks.group and ranks.sequence:
-            hidden = comm.gathered(hidden, ranks.group)
-        own = (hidden @ weight.t()).float().permute(2, 1, 0)
-        whole = comm.gathered(own, ranks.group) if ranks.group else own
-        return whole[: self.plan.config.vocab].permute(1, 2, 0)
+        assert self.output_layer is not None
+        return self.output_layer.logits(hidden, self._shared())
 
     def _shared(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.embedding is not None and self.is_first else None

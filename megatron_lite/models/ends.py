@@ -3,12 +3,14 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
 from megatron_lite.models.loss import head_loss
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
+from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import VocabEmbedding
 
@@ -44,13 +46,14 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The last matrix, or (weight None) the embedding's in its place."""
 
-    kinds: ClassVar = {"weight": Kind.VOCABULARY}
+    kinds: ClassVar = {"weight": Kind.VOCABULARY, "bias": Kind.SHARDED}
 
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()
         self.plan = plan
         rows = plan.vocab_rows // plan.ranks.size
         self.weight = None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
+        self.bias = nn.Parameter(torch.empty(rows)) if plan.config.head.bias else None
 
     def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
@@ -60,6 +63,23 @@ class Head(nn.Module):
         # On a CPU each tensor rank has fewer columns, and a collective is dear.
         rows = plan.options.loss_rows or (1024 if hidden.is_cuda else 128 * plan.ranks.size)
         total, losses = head_loss(
-            hidden, weight, labels.t().reshape(-1), weights.t().reshape(-1), plan.config.vocab, rows, plan.ranks
+            hidden,
+            weight,
+            self.bias,
+            labels.t().reshape(-1),
+            weights.t().reshape(-1),
+            plan.config.vocab,
+            rows,
+            plan.ranks,
         )
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
+
+    def logits(self, hidden: Tensor, shared: Tensor | None) -> Tensor:
+        """float32 [batch, sequence, vocabulary], the same on every tensor rank, without a gradient."""
+        weight, ranks = shared if self.weight is None else self.weight, self.plan.ranks
+        assert weight is not None
+        if ranks.group and ranks.sequence:
+            hidden = comm.gathered(hidden, ranks.group)
+        own = F.linear(hidden, weight, self.bias).float().permute(2, 1, 0)
+        whole = comm.gathered(own, ranks.group) if ranks.group else own
+        return whole[: self.plan.config.vocab].permute(1, 2, 0)

@@ -49,9 +49,9 @@ class Plan:
 TRAINED = (
     "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
     "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2",
+    "stablelm", "starcoder2", "t5",
 )  # fmt: skip
-"""Families that this decoder is, by configuration."""
+"""Families that there are modules for, by configuration."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
