@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megaconv.model.layout import Chunk
+from megaconv.model.table import encoder_layers
 from megatron_lite.models import recompute, rng
 from megatron_lite.models.batch import Lengths
 from megatron_lite.models.chunk import Counted, activations
@@ -86,7 +87,7 @@ class EncoderDecoderChunk(nn.Module):
         together = chunk.encoder is None
         self.plan, self.is_first, self.is_last = plan, chunk.is_first, chunk.is_last
         self.starts_decoder = together or chunk.starts_decoder
-        of_encoder = range(plan.config.encoder.layers) if chunk.encoder is None else chunk.encoder
+        of_encoder = encoder_layers(plan.config, chunk)
         of_decoder = range(chunk.first_layer, chunk.first_layer + chunk.layers)
         self.embedding = Embedding(plan) if chunk.embeds else None
         self.encoder = (
@@ -102,9 +103,9 @@ class EncoderDecoderChunk(nn.Module):
 
     def units(self) -> Iterator[nn.Module]:
         """The modules before which parameters have to be there, in the order of a forward pass."""
+        yield from (self.embedding,) if self.embedding is not None else ()
         for stack in (self.encoder, self.decoder):
             if stack is not None:
-                yield from (self.embedding,) if self.embedding is not None else ()
                 yield from stack.layers
                 yield from (stack.final_layernorm,) if stack.final_layernorm is not None else ()
         yield from (self.lm_head.output_layer,) if self.lm_head is not None else ()

@@ -49,9 +49,11 @@ class Plan:
 TRAINED = (
     "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
     "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2", "t5",
+    "stablelm", "starcoder2",
 )  # fmt: skip
-"""Families that there are modules for, by configuration."""
+"""Families that this decoder is, by configuration."""
+NETWORKS_OF_THEIR_OWN = ("t5",)
+"""Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
@@ -76,8 +78,9 @@ def make_plan(
     expert_group: ProcessGroup | None = None,
 ) -> Plan:
     """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded."""
-    if config.family not in TRAINED:
-        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
+    if config.family not in (*TRAINED, *NETWORKS_OF_THEIR_OWN):
+        known = ", ".join(sorted((*TRAINED, *NETWORKS_OF_THEIR_OWN)))
+        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {known}")
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")

@@ -81,6 +81,12 @@ class Parallel:
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", short="--tp")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None, "of a T5: how many of these stages, the first ones, are the encoder's"
+    )
+    encoder_pipeline_model_parallel_size: int | None = flag(
+        None, "of a T5: stages of the encoder, before those of --pipeline-model-parallel-size"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
     context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
@@ -171,6 +171,13 @@ def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
     cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
     if min(tp, pp, cp, ep) < 1:
         raise LayoutError(f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}: parallel sizes have to be 1 or more")
+    if config.encoder.layers:
+        return _of_two_stacks(parallel, config)
+    for name in ONLY_OF_TWO_STACKS:
+        if getattr(parallel, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for a model with an encoder and a decoder, which this is not"
+            )
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
@@ -178,6 +185,41 @@ def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
     return Layout(tp, pp, vpp, ep, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+
+
+ONLY_OF_TWO_STACKS = ("pipeline_model_parallel_split_rank", "encoder_pipeline_model_parallel_size")
+NOT_OF_TWO_STACKS = (
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)  # fmt: skip
+"""Flags of a pipeline that shares out one stack of layers."""
+
+
+def _of_two_stacks(parallel: Parallel, config: ModelConfig) -> Layout:
+    """The encoder has the first stages, the decoder the others. Raises UsageError, LayoutError."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    split, encoder = parallel.pipeline_model_parallel_split_rank, parallel.encoder_pipeline_model_parallel_size
+    for name in NOT_OF_TWO_STACKS:
+        if getattr(parallel, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} can't be had for a T5, whose stacks are shared out evenly; leave it out"
+            )
+    if split and encoder:
+        raise UsageError(
+            "give --pipeline-model-parallel-split-rank or --encoder-pipeline-model-parallel-size, not both"
+        )
+    if encoder:
+        pp, split = encoder + pp, encoder
+    if pp == 1 and not split:
+        return Layout(tp, stage_layers=(config.layer_count,))
+    if not split:
+        raise LayoutError(
+            f"pp = {pp}: no stage has layers of both stacks of a T5; --pipeline-model-parallel-split-rank N gives the encoder N of these "
+            "stages, --encoder-pipeline-model-parallel-size N gives it N more"
+        )
+    of_encoder, of_decoder = split_stacks(config.encoder.layers, config.layer_count, pp, split)
+    return Layout(tp, pp, stage_layers=of_decoder, encoder_stage_layers=of_encoder)
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:

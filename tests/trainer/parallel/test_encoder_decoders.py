@@ -26,6 +26,7 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
 
+NONE = Recompute()
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 EXPECTED = json.loads((FIXTURES / "t5" / "expected.json").read_text())
 TRAINING = EXPECTED["training"]
@@ -50,7 +51,7 @@ class Case:
     decoder_stages: int = 1
     dp: int = 1
     distributed: bool = False
-    recompute: Recompute = Recompute()
+    recompute: Recompute = NONE
     config: tuple[tuple[str, Any], ...] = ()
     """Fields that differ."""
     dropout: float = 0.0
@@ -120,9 +121,7 @@ def microbatches(step: int) -> list[Microbatch]:
             torch.from_numpy(array[rows].astype(np.int64)) for array in arrays.values()
         )
         weights = counting / counting.sum() * counting.numel()
-        found.append(
-            Microbatch(tokens, labels.clamp(min=0), weights, source=source, source_mask=seen > 0, index=index)
-        )
+        found.append(Microbatch(tokens, labels.clamp(min=0), weights, source=source, source_mask=seen > 0, index=index))
     return found
 
 
@@ -144,7 +143,9 @@ def compare(found: list[tuple[float, float]]) -> None:
         assert norm == pytest.approx(answer["grad_norm"], rel=1e-5), f"step {step}"
 
 
-@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full"), Recompute("selective")], ids=lambda again: again.granularity)
+@pytest.mark.parametrize(
+    "recompute", [NONE, Recompute("full"), Recompute("selective")], ids=lambda again: again.granularity
+)
 def test_ten_steps_of_one_process_are_megatron_cores(recompute: Recompute) -> None:
     compare(train(0, Case(recompute=recompute)))
 
