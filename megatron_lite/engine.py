@@ -12,11 +12,11 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
-from megatron_lite.models.chunk import Counted
-from megatron_lite.models.chunks import AnyChunk, make_chunk
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
+from megatron_lite.models.network import Counted, Network
+from megatron_lite.models.networks import network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel import comm
@@ -83,10 +83,11 @@ class Engine:
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
-        self._loss_names = plan.losses
+        kind = network(config.family)
+        self._loss_names = kind.loss_names(config)
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
-        self.chunks: list[AnyChunk] = []
+        self.chunks: list[Network] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
@@ -94,7 +95,7 @@ class Engine:
         """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
-                module = make_chunk(plan, chunk)
+                module = kind(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
             infos = list(
@@ -240,14 +241,14 @@ class Engine:
             own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
-    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[AnyChunk, Tensor] | None:
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[Network, Tensor] | None:
         """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
 
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
         run = self.make_pass(batch, cache=cache)
-        found: list[tuple[AnyChunk, Tensor]] = []
+        found: list[tuple[Network, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]

@@ -21,10 +21,11 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.loop import plot
 from megatron_lite.loop.failure import TrainingError
-from megatron_lite.loop.inputs import Feeder
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import METRICS, Meter, Sink, line
+from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
+from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
@@ -65,15 +66,19 @@ class Run:
         self.place.say(text)
 
     @property
+    def kind(self) -> ModelType:
+        return MODEL_TYPES[model_type(self.settings, self.config)]
+
+    @property
     def feeder(self) -> Feeder:
-        grid, data = self.engine.grid, self.settings.data
-        packed = data.finetune_data is not None  # examples don't see each other
-        resets = data.reset_position_ids or packed, data.reset_attention_mask or packed
-        return Feeder(grid.device, grid.dp, grid.dp_rank, *resets)
+        grid = self.engine.grid
+        return Feeder(self.kind, self.settings, grid.device, grid.dp, grid.dp_rank)
 
     def batches(self, dataset: Dataset) -> GlobalBatches:
         grid = self.engine.grid
-        return GlobalBatches(dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab)
+        return GlobalBatches(
+            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, self.kind.tokens
+        )  # fmt: skip
 
 
 def total_samples(settings: Settings, sizes: Sizes, progress: Progress = Progress()) -> int:  # noqa: B008  # frozen

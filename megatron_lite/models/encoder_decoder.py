@@ -4,20 +4,22 @@ A stage has layers of the encoder or of the decoder, or all of both. What the en
 every stage of the decoder, beside the activations, and its gradient comes back the same way.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megaconv.model.table import encoder_layers
-from megatron_lite.models import recompute, rng
+from megatron_lite.models import rng
 from megatron_lite.models.batch import Lengths
-from megatron_lite.models.chunk import Counted, activations
+from megatron_lite.models.chunk import Stack
 from megatron_lite.models.cross_attention import CrossAttention
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.mlp import MLP
+from megatron_lite.models.network import Counted, Network, mean_of_each_microbatch
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.models.self_attention import SelfAttention
@@ -50,27 +52,6 @@ class CrossLayer(nn.Module):
         return dropped
 
 
-class Stack(nn.Module):
-    """Layers of the encoder or of the decoder, counted from 0, and at the end of the stack its norm."""
-
-    def __init__(self, plan: Plan, layers: Iterable[nn.Module], *, ends: bool) -> None:
-        super().__init__()
-        self.recompute, config = plan.options.recompute, plan.config
-        self.layers = nn.ModuleList(layers)
-        normed = ends and config.norm.final
-        self.final_layernorm = Norm(config.hidden, config.norm.epsilon, with_bias=plan.norm_bias) if normed else None
-
-    def forward(self, x: Tensor, *of_layers: Tensor | Pass) -> Tensor:
-        """of_layers: what every layer is handed beside its input."""
-
-        def through(layer: nn.Module, x: Tensor) -> Tensor:
-            made: Tensor = layer(x, *of_layers)
-            return made
-
-        x = recompute.run_layers(list(self.layers), x, through, self.recompute)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
-
-
 class LMHead(nn.Module):
     """Under the name that core has for it."""
 
@@ -79,30 +60,24 @@ class LMHead(nn.Module):
         self.output_layer = Head(plan, shares_embedding=shares_embedding)
 
 
-class EncoderDecoderChunk(nn.Module):
-    """What one stage holds."""
-
+class EncoderDecoder(Network):
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
-        super().__init__()
+        super().__init__(plan, chunk)
         together = chunk.encoder is None
-        self.plan, self.is_first, self.is_last = plan, chunk.is_first, chunk.is_last
         self.starts_decoder = together or chunk.starts_decoder
-        of_encoder = encoder_layers(plan.config, chunk)
-        of_decoder = range(chunk.first_layer, chunk.first_layer + chunk.layers)
+        of_encoder = [Layer(plan, layer) for layer in encoder_layers(plan.config, chunk)]
+        of_decoder = [CrossLayer(plan, chunk.first_layer + local) for local in range(chunk.layers)]
         self.embedding = Embedding(plan) if chunk.embeds else None
-        self.encoder = (
-            Stack(plan, (Layer(plan, layer) for layer in of_encoder), ends=together or chunk.ends_encoder)
-            if of_encoder
-            else None
-        )
-        self.decoder = (
-            Stack(plan, (CrossLayer(plan, layer) for layer in of_decoder), ends=chunk.is_last) if of_decoder else None
-        )
+        self.encoder = Stack(plan, of_encoder, ends=together or chunk.ends_encoder) if of_encoder else None
+        self.decoder = Stack(plan, of_decoder, ends=chunk.is_last) if of_decoder else None
         shares = plan.config.tie_embeddings and chunk.embeds
         self.lm_head = LMHead(plan, shares_embedding=shares) if chunk.is_last else None
 
+    @classmethod
+    def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:
+        return ("loss",)
+
     def units(self) -> Iterator[nn.Module]:
-        """The modules before which parameters have to be there, in the order of a forward pass."""
         yield from (self.embedding,) if self.embedding is not None else ()
         for stack in (self.encoder, self.decoder):
             if stack is not None:
@@ -111,26 +86,19 @@ class EncoderDecoderChunk(nn.Module):
         yield from (self.lm_head.output_layer,) if self.lm_head is not None else ()
 
     def takes(self, lengths: Lengths) -> Wires:
-        """What the stage before this one gives, of a microbatch of these sizes."""
+        """Of the encoder its activations; of the decoder its own, and behind them what the encoder made."""
         if self.is_first:
             return ()
-        memory = self._wires(lengths.rows, lengths.source)
-        return memory if self.starts_decoder or self.decoder is None else self._of_decoder(lengths)
+        own = () if self.decoder is None or self.starts_decoder else (self.activations(lengths.rows, lengths.tokens),)
+        return *own, self.activations(lengths.rows, lengths.source)
 
     def gives(self, lengths: Lengths) -> Wires:
-        """What this stage gives to the one behind it."""
         if self.is_last:
             return ()
-        return self._wires(lengths.rows, lengths.source) if self.decoder is None else self._of_decoder(lengths)
-
-    def _of_decoder(self, lengths: Lengths) -> Wires:
-        return *self._wires(lengths.rows, lengths.tokens), *self._wires(lengths.rows, lengths.source)
-
-    def _wires(self, rows: int, tokens: int) -> Wires:
-        return (activations(self.plan, rows, tokens, next(self.parameters()).dtype),)
+        own = () if self.decoder is None else (self.activations(lengths.rows, lengths.tokens),)
+        return *own, self.activations(lengths.rows, lengths.source)
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
-        """taken: what the stage before gave. On the last stage (activations behind the final norm,)."""
         source = run.source
         assert source is not None, "there is a text for the encoder to read"
         if self.encoder is not None:
@@ -149,18 +117,16 @@ class EncoderDecoderChunk(nn.Module):
         return embedded
 
     def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, Counted]]:
-        """As ModelChunk.loss."""
         assert self.lm_head is not None
-        weights = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
         (hidden,) = given
+        mask = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
+        weights = mean_of_each_microbatch(mask)
         total, losses = self.lm_head.output_layer(hidden, self._shared(), run.labels, weights * run.share)
         return total, {"loss": Counted(losses, weights)}
 
     def logits(self, given: Payload) -> Tensor:
-        """As ModelChunk.logits."""
-        (hidden,) = given
         assert self.lm_head is not None
-        return self.lm_head.output_layer.logits(hidden, self._shared())
+        return self.lm_head.output_layer.logits(given[0], self._shared())
 
     def _shared(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.embedding is not None else None

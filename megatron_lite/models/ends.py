@@ -16,13 +16,13 @@ from megatron_lite.parallel.tensor import VocabEmbedding
 
 
 class Positions(nn.Embedding):
-    """A learned vector for each."""
+    """A learned vector for each; of positions, and of types of tokens."""
 
     kinds: ClassVar = {"weight": Kind.OF_TOKENS}
 
 
 class Embedding(nn.Module):
-    """Keys, and learned positions where the model has them."""
+    """Keys, and learned positions and token types where the model has them."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -31,12 +31,16 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
+        self.tokentype_embeddings = Positions(config.token_types, config.hidden) if config.token_types else None
 
     def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
         """tokens [batch, sequence]: in place of the pass' own."""
         x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
+        if self.tokentype_embeddings is not None:
+            assert run.types is not None
+            x = x + self.tokentype_embeddings(self.ranks.own_part(run.types.t()))
         if run.seed is None or not self.dropout:
             return x
         dropped: Tensor = run.seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks)
@@ -44,7 +48,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last matrix, or (weight None) the embedding's in its place."""
+    """The last matrix, or (weight None) the embedding's in its place; and a bias where the model has one."""
 
     kinds: ClassVar = {"weight": Kind.VOCABULARY, "bias": Kind.SHARDED}
 
@@ -57,14 +61,12 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
-        weight = shared if self.weight is None else self.weight
-        assert weight is not None
         plan = self.plan
         # On a CPU each tensor rank has fewer columns, and a collective is dear.
         rows = plan.options.loss_rows or (1024 if hidden.is_cuda else 128 * plan.ranks.size)
         total, losses = head_loss(
             hidden,
-            weight,
+            self._matrix(shared),
             self.bias,
             labels.t().reshape(-1),
             weights.t().reshape(-1),
@@ -76,10 +78,14 @@ class Head(nn.Module):
 
     def logits(self, hidden: Tensor, shared: Tensor | None) -> Tensor:
         """float32 [batch, sequence, vocabulary], the same on every tensor rank, without a gradient."""
-        weight, ranks = shared if self.weight is None else self.weight, self.plan.ranks
-        assert weight is not None
+        ranks = self.plan.ranks
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
-        own = F.linear(hidden, weight, self.bias).float().permute(2, 1, 0)
+        own = F.linear(hidden, self._matrix(shared), self.bias).float().permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)
+
+    def _matrix(self, shared: Tensor | None) -> Tensor:
+        weight = shared if self.weight is None else self.weight
+        assert weight is not None
+        return weight

@@ -58,7 +58,7 @@ class _HeadLoss(torch.autograd.Function):
             dx = torch.empty_like(x)
             trained = ctx.needs_input_grad[1]
             dw = torch.zeros_like(weight, dtype=weight.dtype if len(x) <= rows else torch.float32) if trained else None
-            db = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and trained else None
+            db = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             logits = F.linear(x[part], used, None if bias is None else bias[:own]).float()
@@ -83,14 +83,16 @@ class _HeadLoss(torch.autograd.Function):
             dx = dx.view_as(whole)
             if ranks.group:
                 dx = _summed(dx, ranks)
-            ctx.save_for_backward(dx, *(None if made is None else made.to(weight.dtype) for made in (dw, db)))
+            of_weight, of_bias = (None if each is None else each.to(weight.dtype) for each in (dw, db))
+            ctx.save_for_backward(dx, of_weight, of_bias)
         ctx.mark_non_differentiable(losses)
         return total, losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        dx, *of_parameters = ctx.saved_tensors
-        return dx.mul_(grad), *(None if made is None else made.mul_(grad) for made in of_parameters), *[None] * 6
+        dx, *others = ctx.saved_tensors
+        dw, db = (None if each is None else each.mul_(grad) for each in others)
+        return dx.mul_(grad), dw, db, None, None, None, None, None, None
 
 
 def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:

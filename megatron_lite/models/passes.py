@@ -48,10 +48,6 @@ class Pass:
     """cos and sin of these positions, [sequence, batch or 1, 1, rotated / 2]; None where nothing rotates."""
     packed: Packed | None = None
     """Of whole rows; None: each is one document."""
-    seen: Tensor | None = None
-    """bool [batch, 1, 1, sequence]: tokens that every one of their row sees; None: each sees itself and those before it."""
-    source: "Pass | None" = None
-    """The encoder's, of what the decoder attends to; None where there is no encoder."""
     context: ContextGroup | None = None
     """The ranks that have the other parts of each row; None: this one has all of it."""
     share: float = 0.0
@@ -62,6 +58,12 @@ class Pass:
     """Of experts; None where nothing goes backward."""
     cache: Cache | None = None
     """Keys and values of the tokens before these; None: there are none."""
+    source: "Pass | None" = None
+    """The encoder's, of what the decoder attends to; None where there is no encoder."""
+    types: Tensor | None = None
+    visible: Tensor | None = None
+    swapped: Tensor | None = None
+    """As Microbatch has them."""
 
 
 class Passes:
@@ -89,23 +91,22 @@ class Passes:
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         return Pass(
-            self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, None, self._source(batch, seed),
-            self._context, share, seed, balance, cache,
-        )  # fmt: skip
-
-    def _source(self, batch: Microbatch, seed: rng.Seed | None) -> Pass | None:
-        if batch.source is None:
-            return None
-        source = batch.source
-        positions, tables = self._places(source, None)
-        seen = torch.ones_like(source, dtype=torch.bool) if batch.source_mask is None else batch.source_mask
-        return Pass(
-            source, source, None, positions, tables, seen=seen[:, None, None],
-            seed=None if seed is None else seed.of_source(),
+            self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
+            share, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
         )  # fmt: skip
 
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:
         return x if self._context is None else self._context.own_part(x, axis)
+
+    def _source(self, batch: Microbatch, seed: rng.Seed | None) -> Pass | None:
+        source, visible = batch.source, batch.source_visible
+        if source is None:
+            return None
+        positions, tables = self._places(source, None)
+        return Pass(
+            source, source, None, positions, tables, seed=None if seed is None else seed.of_source(),
+            visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
+        )  # fmt: skip
 
     def _places(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         if positions is not None:

@@ -28,11 +28,6 @@ class Plan:
     expert_group: ProcessGroup | None = None
     """The ranks that share the experts of each layer."""
 
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
-        return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(self.config.mtp_layers)))
-
     def kind(self, layer: int) -> LayerKind:
         """Of a layer; those that predict further tokens are counted behind all others, and are like the last of these."""
         return self.config.layers[min(layer, self.config.layer_count - 1)]
@@ -52,13 +47,14 @@ TRAINED = (
     "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
-NETWORKS_OF_THEIR_OWN = ("t5",)
+NETWORKS_OF_THEIR_OWN = ("bert", "t5")
 """Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
+    "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
     "wide_qk_norm": "norms of q and k over all heads",
     "qk_l2_norm": "q and k divided by their L2 norm",
     "scaled_scores": "attention scores with a scale of their own",

@@ -18,6 +18,11 @@ def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), short: str |
 class Model:
     """Model; with --load all of this comes from the checkpoint, and a flag that contradicts it is an error"""
 
+    model_type: str | None = flag(
+        None,
+        "a decoder, or an encoder that learns from hidden words (gpt, or the checkpoint's)",
+        choices=("gpt", "bert"),
+    )
     num_layers: int | None = flag(None, "transformer layers")
     hidden_size: int | None = flag(None, "width of the model")
     ffn_hidden_size: int | None = flag(None, "width of the MLP (4 x hidden; 8/3 x hidden with --swiglu, rounded to 64)")
@@ -274,6 +279,15 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Masked:
+    """BERT; --data-path of preprocess --split-sentences, [CLS] [SEP] [MASK] of the tokenizer"""
+
+    mask_prob: float = flag(0.15, "part of a sample's tokens that is hidden")
+    short_seq_prob: float = flag(0.1, "of a sample that is made shorter on purpose")
+    bert_no_binary_head: bool = flag(False, "no second loss, which tells whether two parts have changed places")
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA; adapters are trained and saved, the model's weights stay as they are"""
 
@@ -340,6 +354,7 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    masked: Masked = Masked()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()

@@ -112,7 +112,6 @@ def make_engine(case: Case) -> Engine:
 
 
 def microbatches(step: int) -> list[Microbatch]:
-    """Labels weighted so that each microbatch has its own mean, as in Megatron."""
     samples = np.load(FIXTURES / "masked" / "expected.npz")
     arrays = {name: samples[f"t5/train/{name}"] for name in ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")}
     found = []
@@ -120,8 +119,7 @@ def microbatches(step: int) -> list[Microbatch]:
         source, tokens, labels, counting, seen = (
             torch.from_numpy(array[rows].astype(np.int64)) for array in arrays.values()
         )
-        weights = counting / counting.sum() * counting.numel()
-        found.append(Microbatch(tokens, labels.clamp(min=0), weights, source=source, source_mask=seen > 0, index=index))
+        found.append(Microbatch(tokens, labels, counting.float(), source=source, source_visible=seen > 0, index=index))
     return found
 
 
