@@ -18,7 +18,7 @@ from megatron_lite.models.moe.router import Router
 from megatron_lite.models.network import Counted, Network
 from megatron_lite.models.networks import network
 from megatron_lite.models.passes import Pass, Passes
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.plan import ExpertRanks, make_plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
@@ -82,7 +82,7 @@ class Engine:
         self._balanced = Step()
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
-        plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
+        plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
         kind = network(config.family)
         self._loss_names = kind.loss_names(config)
         self._context = self._context_group()
@@ -143,11 +143,12 @@ class Engine:
                 module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
+                sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
                 overlap=optimizer.overlap_grad_reduce,
             )  # fmt: skip
             buckets.wait_before(module.units())
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
+        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"), grid.group("etp"))
 
     def train_step(
         self,
@@ -228,7 +229,7 @@ class Engine:
         losses = _LossSum(self._loss_names, self.grid.device, 1.0)
         with torch.no_grad():
             self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        ((loss_sum, tokens), *_), _ = self._sum_over_world(losses, torch.zeros(()), ())
+        ((loss_sum, tokens), *_), _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
         return loss_sum, tokens
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
@@ -311,14 +312,14 @@ class Engine:
     ) -> tuple[list[list[float]], list[float]]:
         """([sum, tokens] of each loss, [squares, *signals]) over all ranks: the one collective, and the one wait for a GPU, of a step."""
         counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
+        device, pairs = self.grid.device, losses.sums.numel()
+        own = torch.tensor(list(map(float, signals)), dtype=torch.float64, pin_memory=device.type == "cuda")
         values = torch.cat(
-            [losses.sums.flatten() * counts, square.to(self.grid.device, torch.float64).view(1)]
-            + [torch.tensor([float(signal)], dtype=torch.float64, device=self.grid.device) for signal in signals]
+            [losses.sums.flatten() * counts, square.to(torch.float64).view(1), own.to(device, non_blocking=True)]
         )
         comm.all_reduce(values, self.grid.group("world"))
-        sums = values[: losses.sums.numel()].view_as(losses.sums)
-        rest = values[losses.sums.numel() :]
-        return sums.tolist(), rest.tolist()
+        found = values.tolist()
+        return [found[at : at + 2] for at in range(0, pairs, 2)], found[pairs:]
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
         """(chunk, name, local tensor) of every parameter of this rank; a tied copy is listed too."""

@@ -71,9 +71,9 @@ def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
     """Of this rank's chunks."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     return [
-        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, ep_rank, local=local)
+        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, *at, local=local)
         for chunk in grid.chunks()
     ]
 
@@ -150,9 +150,13 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     config, content = engine.config, empty_object()
     stacked, count = stacks_layers(config), config.layer_count
+    bert = config.has("transform !encoder")
+    stack = "encoder" if bert else "decoder"
     for chunk in engine.grid.chunks():
+        if bert and chunk.is_last:  # of a decoder's head Megatron leaves it out
+            yield "output_layer._extra_state/shard_0_1", content
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            at = ("decoder.layers.", layer, count) if stacked else (f"decoder.layers.{layer}.", 0, 1)
+            at = (f"{stack}.layers.", layer, count) if stacked else (f"{stack}.layers.{layer}.", 0, 1)
             for key in _states_of_layer(config, layer, impl, *at):
                 yield key, content
         if config.encoder.layers:
@@ -249,11 +253,9 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     """From the engine's names to those of the implementation."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     ours, theirs = (
-        native_tensors(
-            family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank
-        )
+        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
         for naming in (NAMING, core_naming(impl))
     )
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}

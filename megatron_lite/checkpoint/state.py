@@ -179,6 +179,15 @@ def read_dropouts(common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None
     """attention_dropout and hidden_dropout as the checkpoint has them; 0 where it says nothing."""
     args = read_arguments(common)
     raw = dict(hf or {})
-    attention = args.get("attention_dropout", raw.get("attention_dropout", raw.get("attn_pdrop", 0.0)))
-    hidden = args.get("hidden_dropout", raw.get("hidden_dropout", raw.get("resid_pdrop", 0.0)))
-    return {"attention_dropout": float(attention or 0.0), "hidden_dropout": float(hidden or 0.0)}
+    found = {}
+    for name, others in _DROPOUTS.items():
+        said = next((raw[key] for key in (name, *others) if key in raw), 0.0)
+        found[name] = float(args.get(name, said) or 0.0)
+    return found
+
+
+_DROPOUTS = {
+    "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob"),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout_prob"),
+}
+"""Megatron's names -> those of a config.json."""

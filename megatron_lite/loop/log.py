@@ -29,7 +29,7 @@ def flops_per_token(config: ModelConfig, seq: int, decoder_seq: int = 0, *, froz
     """
     if config.encoder.layers:
         return _of_two_stacks(config, seq, decoder_seq)
-    looked_up = {"positions.weight"} if config.tie_embeddings else {"positions.weight", "embed.weight"}
+    looked_up = {"positions.weight", "token_types.weight"} | (set() if config.tie_embeddings else {"embed.weight"})
     weights, used = 0.0, config.experts.per_token / max(config.experts.count, 1)
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
         if len(shape) == 2 and name not in looked_up:
@@ -100,9 +100,10 @@ def line(figures: Mapping[str, Any], total: int | None) -> str:
     """For people."""
     step = f"step {figures['iteration']:>6}" + (f"/{total}" if total else "")
     mfu = f" ({figures['mfu']:.1%} MFU)" if figures["mfu"] else ""
+    others = "".join(f"{name.replace('_', ' ')} {value:.5f} | " for name, value in figures.get("others", {}).items())
     extra = f" | loss scale {figures['loss_scale']:g}" if figures.get("loss_scale", 1.0) != 1.0 else ""
     return (
-        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f} | "
+        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f} | {others}"
         f"lr {figures['learning_rate']:.3e} | grad norm {figures['grad_norm']:.3f}{extra} | {figures['step_seconds'] * 1e3:.0f} ms | "
         f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']} | {figures['tflops']:.2f} TFLOP/s{mfu} | "
         f"{figures['memory_bytes'] / 2**30:.2f} GiB | {duration(figures['seconds_left'])} left"

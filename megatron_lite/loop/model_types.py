@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import Sampling
 from megatron_lite.data.masked.dataset import MaskedSampling
@@ -27,8 +28,8 @@ class ModelType:
     """What of a sample is tokens of the vocabulary."""
     microbatch: Callable[[Batch, Settings], Microbatch]
     """Of samples' arrays [micro_batch_size, ...]."""
-    sampling: Callable[[Settings, Tokenizer, int], Sampling] | None = None
-    """(settings, tokenizer, tokens of a sequence) -> how samples are made; None: windows of tokens. Raises UsageError."""
+    sampling: Callable[[Settings, ModelConfig, Tokenizer, int], Sampling] | None = None
+    """(settings, model, tokenizer, tokens of a sequence) -> how samples are made; None: windows of tokens. Raises UsageError."""
     extra_ids: Callable[[Settings], int] | None = None
     """How many sentinels Megatron adds to BERT's vocabulary, beside [BOS] and [EOS]; None: nothing is added."""
     nothing_found: str = "see --split"
@@ -58,9 +59,9 @@ def _of_bert(batch: Batch, settings: Settings) -> Microbatch:
     )  # fmt: skip
 
 
-def _bert_sampling(settings: Settings, tokenizer: Tokenizer, seq_length: int) -> Sampling:
+def _bert_sampling(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, seq_length: int) -> Sampling:
     masked, words = settings.masked, vocabulary(tokenizer, ("cls", "sep", "mask", "pad"))
-    masking, two_parts = Masking(masked.mask_prob), not masked.bert_no_binary_head
+    masking, two_parts = Masking(masked.mask_prob), config.head.binary
 
     return MaskedSampling(
         lambda sentences, longest, seed: bert_sample(
@@ -77,7 +78,7 @@ def _of_t5(batch: Batch, settings: Settings) -> Microbatch:
     )  # fmt: skip
 
 
-def _t5_sampling(settings: Settings, tokenizer: Tokenizer, seq_length: int) -> Sampling:
+def _t5_sampling(settings: Settings, _: ModelConfig, tokenizer: Tokenizer, seq_length: int) -> Sampling:
     masked, words = settings.masked, vocabulary(tokenizer, ("cls", "sep", "mask", "pad", "bos", "eos"))
     if not words.sentinels:
         raise UsageError(

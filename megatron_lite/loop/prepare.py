@@ -30,6 +30,7 @@ from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Balance, Optimizer, Settings, subjects
+from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import Balancing, LossScale, ModelOptions, MuonOptions, OptimizerOptions, Recompute
 from megatron_lite.settings.sizes import Sizes, check_flags, work_out
 
@@ -38,9 +39,9 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     """Collective. Raises CheckpointError; for what has no part in the sizes on all ranks alike."""
     check_flags(settings)
     start = all_or_none(lambda: find_start(settings, finetune=finetune))
+    check_kind(settings, model_type(settings, start.config if start is not None else None))
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer)
-    kind = model_type(settings, config)
     examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
     adapters = all_or_none(lambda: find_adapters(settings, config))
@@ -54,7 +55,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     progress = start.progress if start is not None else Progress()
     progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
-    datasets = all_or_none(lambda: make_datasets(settings, kind, tokenizer, sizes, counts, packed))
+    datasets = all_or_none(lambda: make_datasets(settings, config, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
     grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
@@ -153,7 +154,7 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
-        distributed=parallel.use_distributed_optimizer,
+        distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
     )  # fmt: skip
@@ -182,6 +183,11 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
         raise LayoutError(
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "
             f"tp = {layout.tp} ranks; take --ep {layout.tp} or more, or torch_dist"
+        )
+    if saving.save is not None and saving.ckpt_format == "torch" and layout.tp % layout.etp:
+        raise LayoutError(
+            f"--ckpt-format torch has files by tensor ranks, of which etp = {layout.etp} has to divide tp = {layout.tp}; "
+            "take another --expert-tensor-parallel-size, or torch_dist"
         )
 
 

@@ -21,9 +21,11 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.loop import plot
 from megatron_lite.loop.failure import TrainingError
+from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import METRICS, Meter, Sink, line
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
+from megatron_lite.loop.profiling import make_profile
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
 from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import Settings
@@ -59,6 +61,8 @@ class Run:
     """Steps without a label that counts, which changed nothing either."""
     interval: list[float] = field(default_factory=list)
     """Losses since the last log line."""
+    other_losses: dict[str, list[float]] = field(default_factory=dict)
+    """The same of what else the model learns from, by name."""
     saved: int | None = None
     """The iteration of the last save."""
 
@@ -99,6 +103,9 @@ def train(run: Run) -> None:
     assert train_data is not None
     feeder, started, why = run.feeder, time.monotonic(), None
     limit = run.settings.training.exit_duration_in_mins
+    garbage = Garbage(run.settings.training)
+    profile = make_profile(run.settings.logging, run.settings.checkpointing.save, run.place.rank, run.place.device)
+    garbage.start()
     run.meter.restart()
     steps = list(_steps(run))
     if not steps:
@@ -108,9 +115,11 @@ def train(run: Run) -> None:
     for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
         lr, decay = run.rate.at(run.progress.scheduled_samples), run.decay.at(run.progress.scheduled_samples)
         time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
+        profile.after(run.progress.iteration)
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        garbage.after(run.progress.iteration)
         _check_replicas(run)
         _log(run, report, lr)
         if run.saver is not None:
@@ -118,8 +127,10 @@ def train(run: Run) -> None:
         why = _reason_to_end(run, report)
         if why is not None:
             break
-        _evaluate_when_due(run)
+        _evaluate_when_due(run, garbage)
         _save_when_due(run)
+    profile.end()
+    garbage.end()
     _finish(run, why)
 
 
@@ -178,15 +189,19 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         run.losses.append((run.progress.iteration, report.loss))
     if not report.skipped:
         run.interval.append(report.loss)
+        for name, loss in report.others.items():
+            run.other_losses.setdefault(name, []).append(loss)
 
 
 def _log(run: Run, report: StepReport, lr: float) -> None:
     if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
         return
+    others = {name: sum(losses) / len(losses) for name, losses in run.other_losses.items()} or dict(report.others)
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
         "loss": sum(run.interval) / len(run.interval) if run.interval else report.loss,
+        "others": others,
         "grad_norm": report.grad_norm,
         "learning_rate": lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
@@ -197,9 +212,10 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         **run.meter.read(run.progress.consumed_samples),
     }
     run.interval.clear()
+    run.other_losses.clear()
     run.say(line(figures, run.settings.training.train_iters))
     for sink in run.sinks:
-        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **report.others})
+        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -220,9 +236,10 @@ def _reason_to_end(run: Run, report: StepReport) -> str | None:
     return None
 
 
-def _evaluate_when_due(run: Run) -> None:
+def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
     if run.progress.iteration % run.settings.training.eval_interval == 0:
-        evaluate(run, run.datasets[1], "validation")
+        with garbage.evaluation():
+            evaluate(run, run.datasets[1], "validation")
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:

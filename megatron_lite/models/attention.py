@@ -150,9 +150,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, s
     batch_first = (x.transpose(0, 1) for x in (q, k, v))
     back = _back(window)
     out: Tensor = flash_attn_func(
-        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=True
+        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=exact()
     )
     return out.transpose(0, 1)
+
+
+def exact() -> bool:
+    """Whether kernels have to give the same bits twice (--deterministic-mode); the backward pass of flash-attn is slower so."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _back(window: int | None) -> tuple[int, int]:
@@ -218,7 +223,7 @@ def _flash_packed(
     ends, longest = packed.cu_seqlens, packed.longest
     out: Tensor = flash_attn_varlen_func(
         *map(_row_after_row, (q, k, v)), ends, ends, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True,
-        window_size=_back(window), deterministic=True,
+        window_size=_back(window), deterministic=exact(),
     )  # fmt: skip
     return _rows_again(out, q)
 

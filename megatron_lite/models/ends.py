@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
-from megatron_lite.models.loss import head_loss
+from megatron_lite.models.loss import head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel import comm
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config = plan.config
-        self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
+        self.ranks, self.dropout, self.at = plan.ranks, plan.options.hidden_dropout, rng.At(0, rng.EMBEDDING)
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
             x = x + self.tokentype_embeddings(self.ranks.own_part(run.types.t()))
         if run.seed is None or not self.dropout:
             return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, 0, rng.EMBEDDING, self.ranks)
+        dropped: Tensor = run.seed.drop(x, self.dropout, self.at, self.ranks)
         return dropped
 
 
@@ -57,16 +57,16 @@ class Head(nn.Module):
         self.plan = plan
         rows = plan.vocab_rows // plan.ranks.size
         self.weight = None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
-        self.bias = nn.Parameter(torch.empty(rows)) if plan.config.head.bias else None
+        has_bias = plan.config.head.bias or plan.config.has("transform")
+        self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
 
     def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
-        plan = self.plan
-        # On a CPU each tensor rank has fewer columns, and a collective is dear.
-        rows = plan.options.loss_rows or (1024 if hidden.is_cuda else 128 * plan.ranks.size)
+        plan, weight = self.plan, self._matrix(shared)
+        rows = plan.options.loss_rows or rows_at_a_time(hidden.device, weight.shape[0], plan.ranks.size)
         total, losses = head_loss(
             hidden,
-            self._matrix(shared),
+            weight,
             self.bias,
             labels.t().reshape(-1),
             weights.t().reshape(-1),

@@ -1,5 +1,6 @@
 """The head and the cross entropy in one: logits exist for a few rows at a time, and the gradient is made along with them."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,6 +9,32 @@ from torch import Tensor
 
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.tensor import TensorGroup
+
+CPU_ROWS = 128
+"""Tokens whose logits stay in a CPU's caches."""
+GPU_ROWS = 256, 16384
+"""At least, at most: fewer leave a GPU idle, more gain nothing."""
+GPU_PART = 256
+"""Of a GPU's memory, the part that logits take at one time."""
+
+
+def rows_at_a_time(device: torch.device, columns: int, ranks: int) -> int:
+    """Tokens whose logits exist together, of so many columns on each tensor rank."""
+    if device.type == "cpu":
+        return CPU_ROWS * ranks  # each rank has fewer columns then, and a collective is dear
+    return _gpu_rows(_memory(device), columns)
+
+
+def _gpu_rows(memory: int, columns: int) -> int:
+    """A multiple of the least. memory: bytes of the GPU. A logit takes 4 bytes, and its gradient in the model's dtype up to 4 more."""
+    least, most = GPU_ROWS
+    fitting = memory // GPU_PART // (8 * columns)
+    return min(most, max(least, fitting // least * least))
+
+
+@cache
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def head_loss(

@@ -95,8 +95,8 @@ def with_layers(settings: Settings) -> Settings:
 
 def _of_bert(settings: Settings) -> dict[str, Any]:
     """Megatron has token types, pooler and binary head together, or none of them."""
-    binary = not settings.masked.bert_no_binary_head
-    return {"head.activation": "gelu", "head.bias": True, "head.binary": binary, "token_types": 2 * binary}
+    binary = not settings.model.bert_no_binary_head
+    return {"head.activation": "gelu", "head.binary": binary, "token_types": 2 * binary}
 
 
 def _of_t5(settings: Settings) -> dict[str, Any]:
@@ -143,7 +143,10 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     if settings.model.multi_latent_attention:
         values["rope_type"] = "rope"  # yarn comes with checkpoints alone
         values["q_lora_rank"] = settings.model.q_lora_rank or 0
-    values["max_position_embeddings"] = settings.model.max_position_embeddings or settings.training.seq_length
+    training = settings.training
+    values["max_position_embeddings"] = (
+        settings.model.max_position_embeddings or training.seq_length or training.encoder_seq_length
+    )
     return Namespace(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -159,6 +162,8 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         "num_query_groups": config.attention.kv_heads,
         "rope_scaling_factor": (config.positions.scaling or {}).get("factor", stated["rope_scaling_factor"]),
     }
+    if "bert_binary_head" in stated:
+        stated["bert_no_binary_head"] = not stated["bert_binary_head"]
     for name in sorted(settings.given):
         subject, _ = flags()[name]
         if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:

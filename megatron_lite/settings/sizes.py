@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks
+from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
+from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 
 WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
@@ -52,7 +53,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     """Raises LayoutError or UsageError for anything that can't be."""
     training = settings.training
     check_flags(settings)
-    layout = _layout(settings.parallel, config)
+    layout = _layout(settings.parallel, config, world, options)
     seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
     cp = settings.parallel.context_parallel_size
@@ -185,60 +186,36 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
         )
 
 
-def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
+def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    if min(tp, pp, cp, ep) < 1:
-        raise LayoutError(f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}: parallel sizes have to be 1 or more")
+    cp, ep, etp = (
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if min(tp, pp, cp, ep, 1 if etp is None else etp) < 1:
+        shown = f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}" + ("" if etp is None else f", etp = {etp}")
+        raise LayoutError(f"{shown}: parallel sizes have to be 1 or more")
+    if etp is not None and etp > 1 and not config.experts.count:
+        raise LayoutError(f"expert tensor parallel size (etp) is {etp}, but the model has no experts")
     if config.encoder.layers:
-        return _of_two_stacks(parallel, config)
-    for name in ONLY_OF_TWO_STACKS:
-        if getattr(parallel, name) is not None:
-            raise UsageError(
-                f"--{name.replace('_', '-')} is for a model with an encoder and a decoder, which this is not"
-            )
+        return layout_of_two_stacks(parallel, config)
+    check_one_stack(parallel)
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
         parallel.pipeline_model_parallel_layout,
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
-    return Layout(tp, pp, vpp, ep, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+    etp = _expert_parts(config, tp, ep, world // pp, options) if etp is None else etp
+    return Layout(tp, pp, vpp, ep, etp, stage_layers=split_layers(config.layer_count, pp, vpp, split))
 
 
-ONLY_OF_TWO_STACKS = ("pipeline_model_parallel_split_rank", "encoder_pipeline_model_parallel_size")
-NOT_OF_TWO_STACKS = (
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)  # fmt: skip
-"""Flags of a pipeline that shares out one stack of layers."""
-
-
-def _of_two_stacks(parallel: Parallel, config: ModelConfig) -> Layout:
-    """The encoder has the first stages, the decoder the others. Raises UsageError, LayoutError."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    split, encoder = parallel.pipeline_model_parallel_split_rank, parallel.encoder_pipeline_model_parallel_size
-    for name in NOT_OF_TWO_STACKS:
-        if getattr(parallel, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')} can't be had for a T5, whose stacks are shared out evenly; leave it out"
-            )
-    if split and encoder:
-        raise UsageError(
-            "give --pipeline-model-parallel-split-rank or --encoder-pipeline-model-parallel-size, not both"
-        )
-    if encoder:
-        pp, split = encoder + pp, encoder
-    if pp == 1 and not split:
-        return Layout(tp, stage_layers=(config.layer_count,))
-    if not split:
-        raise LayoutError(
-            f"pp = {pp}: no stage has layers of both stacks of a T5; --pipeline-model-parallel-split-rank N gives the encoder N of these "
-            "stages, --encoder-pipeline-model-parallel-size N gives it N more"
-        )
-    of_encoder, of_decoder = split_stacks(config.encoder.layers, config.layer_count, pp, split)
-    return Layout(tp, pp, stage_layers=of_decoder, encoder_stage_layers=of_encoder)
+def _expert_parts(config: ModelConfig, tp: int, ep: int, ranks: int, options: ModelOptions) -> int:
+    """Megatron's own choice, which is tp, where it can be had on the ranks of a stage; else 1."""
+    whole_alone = config.mlp.bias or options.lora is not None
+    fits = config.experts.count and not whole_alone and not ranks % (tp * ep) and not config.sizes()["moe_ffn"] % tp
+    return tp if fits else 1
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
@@ -262,7 +239,12 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
 
 def check_flags(settings: Settings) -> None:
     """What can be judged without the model. Raises UsageError."""
-    training, precision, saving = settings.training, settings.precision, settings.checkpointing
+    training, precision, saving, logging = (
+        settings.training,
+        settings.precision,
+        settings.checkpointing,
+        settings.logging,
+    )
     granularity, method = settings.recompute.recompute_granularity, settings.recompute.recompute_method
     lengths = training.train_iters, training.train_samples, training.epochs
     positive = {
@@ -299,6 +281,14 @@ def check_flags(settings: Settings) -> None:
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
         (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
+        (settings.parallel.grad_reduce_in_bf16 and not precision.bf16, "--grad-reduce-in-bf16 goes with --bf16"),
+        (training.manual_gc_interval < 0, f"--manual-gc-interval {training.manual_gc_interval} has to be 0 or more"),
+        (training.manual_gc_interval and not training.manual_gc, "--manual-gc-interval goes with --manual-gc"),
+        (logging.use_pytorch_profiler and not logging.profile, "--use-pytorch-profiler goes with --profile"),
+        (logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end,
+         f"--profile-step-end {logging.profile_step_end} has to be more than --profile-step-start {logging.profile_step_start}"),
+        (logging.profile and logging.use_pytorch_profiler and not (logging.tensorboard_dir or saving.save),
+         "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
     ]  # fmt: skip
     for wrong, message in refused:
