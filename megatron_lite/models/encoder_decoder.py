@@ -17,7 +17,7 @@ from megatron_lite.models.batch import Lengths
 from megatron_lite.models.chunk import Stack
 from megatron_lite.models.cross_attention import CrossAttention
 from megatron_lite.models.ends import Embedding, Head
-from megatron_lite.models.layer import Layer
+from megatron_lite.models.layer import Layer, Residual
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.network import Counted, Network, mean_of_each_microbatch
 from megatron_lite.models.passes import Pass
@@ -27,12 +27,15 @@ from megatron_lite.parallel.payload import Payload, Wires
 from megatron_lite.parallel.tensor import Norm
 
 
-class CrossLayer(nn.Module):
+class CrossLayer(Residual):
     """Of the decoder: attention to what came before, attention to the encoder's text, MLP."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
-        self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
+        self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
+        self.after_attention, self.after_cross_attention, self.after_mlp = (
+            rng.At(layer, place) for place in (rng.AFTER_ATTENTION, rng.AFTER_CROSS_ATTENTION, rng.AFTER_MLP)
+        )
         self.self_attention = SelfAttention(plan, layer)
         self.pre_cross_attn_layernorm = Norm(plan.config.hidden, plan.config.norm.epsilon, with_bias=plan.norm_bias)
         self.cross_attention = CrossAttention(plan, layer)
@@ -40,16 +43,10 @@ class CrossLayer(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, run: Pass) -> Tensor:
         assert run.source is not None
-        x = x + self._drop(self.self_attention(x, run), run, rng.AFTER_ATTENTION)
+        x = x + self.drop(self.self_attention(x, run), run, self.after_attention)
         found = self.cross_attention(self.pre_cross_attn_layernorm(x), memory, run.source)
-        x = x + self._drop(found, run, rng.AFTER_CROSS_ATTENTION)
-        return x + self._drop(self.mlp(x), run, rng.AFTER_MLP)
-
-    def _drop(self, x: Tensor, run: Pass, place: int) -> Tensor:
-        if run.seed is None or not self.dropout:
-            return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks)
-        return dropped
+        x = x + self.drop(found, run, self.after_cross_attention)
+        return x + self.drop(self.mlp(x), run, self.after_mlp)
 
 
 class LMHead(nn.Module):
