@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
@@ -299,11 +299,11 @@ class Engine:
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
-        own = length // self.grid.cp
+        lengths = Lengths(rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1])
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
+            return with_gradient(chunk.gives(lengths)) if action.backward else chunk.takes(lengths)
 
         return wires
 

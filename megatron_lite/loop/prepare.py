@@ -68,7 +68,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     peak = settings.logging.peak_tflops or peak_tflops(
         torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     )
-    flops = flops_per_token(config, sizes.seq, frozen=adapters is not None)
+    flops = flops_per_token(config, sizes.seq, sizes.decoder_seq, frozen=adapters is not None)
     meter = Meter(flops, place.world, peak, total_samples(settings, sizes, progress))
     saver = _saver(settings, place, config, tokenizer, start)
     run = Run(
@@ -161,8 +161,18 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
 
 
 def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> None:
-    """Raises LayoutError for a checkpoint that couldn't be written, before there is anything to lose."""
+    """Raises LayoutError or UsageError for a checkpoint that couldn't be written, before there is anything to lose."""
     saving, files = settings.checkpointing, layout.etp * layout.ep
+    if saving.save is not None and layout.split_rank and saving.ckpt_format == "torch":
+        raise LayoutError(
+            "--ckpt-format torch can't be had for a T5 with pipeline stages; leave it out: torch_dist has no stages, and "
+            "megaconv convert --saver core --ckpt-format torch makes rank files of it"
+        )
+    if saving.save is not None and not config.norm.final and saving.transformer_impl != "local":
+        raise UsageError(
+            "the model has no norms at the end of its stacks, as Megatron's local layers without Transformer Engine; "
+            "--transformer-impl local saves it so"
+        )
     local = saving.ckpt_format == "torch" and saving.transformer_impl == "local"
     if saving.save is not None and local and config.latent.kv_rank and layout.tp > 1:
         raise LayoutError(

@@ -59,7 +59,7 @@ TRAINED = (
     "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
-NETWORKS_OF_THEIR_OWN = ("bert",)
+NETWORKS_OF_THEIR_OWN = ("bert", "t5")
 """Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",

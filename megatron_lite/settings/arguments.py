@@ -31,6 +31,7 @@ WITHOUT_EFFECT = {
 REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
+    "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
     "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
     "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",

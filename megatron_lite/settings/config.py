@@ -20,10 +20,14 @@ class Model:
 
     model_type: str | None = flag(
         None,
-        "a decoder, or an encoder that learns from hidden words (gpt, or the checkpoint's)",
-        choices=("gpt", "bert"),
+        "a decoder; or an encoder, or one with a decoder, that learns from hidden words (gpt, or the checkpoint's)",
+        choices=("gpt", "bert", "t5"),
     )
-    num_layers: int | None = flag(None, "transformer layers")
+    num_layers: int | None = flag(None, "transformer layers; of a T5 those of each stack")
+    encoder_num_layers: int | None = flag(None, "of a T5: another name for --num-layers")
+    decoder_num_layers: int | None = flag(
+        None, "of a T5: as many as its encoder has, which Megatron core gives it anyway"
+    )
     hidden_size: int | None = flag(None, "width of the model")
     ffn_hidden_size: int | None = flag(None, "width of the MLP (4 x hidden; 8/3 x hidden with --swiglu, rounded to 64)")
     num_attention_heads: int | None = flag(None, "attention heads")
@@ -89,6 +93,12 @@ class Parallel:
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", short="--tp")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None, "of a T5: how many of these stages, the first ones, are the encoder's"
+    )
+    encoder_pipeline_model_parallel_size: int | None = flag(
+        None, "of a T5: stages of the encoder, before those of --pipeline-model-parallel-size"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
     context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
@@ -154,6 +164,10 @@ class Training:
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENTs over SAMPLES"
     )
     seq_length: int | None = flag(None, "tokens of a sequence (the model's positions, at most 4096)")
+    encoder_seq_length: int | None = flag(None, "of a T5: another name for --seq-length, what its encoder reads")
+    decoder_seq_length: int = flag(
+        128, "of a T5: tokens that its decoder says, one for each hidden token and each run of them"
+    )
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
     epochs: int | None = flag(None, "times through --finetune-data, instead of --train-iters")
@@ -289,10 +303,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Masked:
-    """Hidden words, for --model-type bert on what preprocess --split-sentences made"""
+    """Hidden words, for --model-type bert and t5 on what preprocess --split-sentences made"""
 
     mask_prob: float = flag(0.15, "part of a sample's tokens that is hidden")
     short_seq_prob: float = flag(0.1, "of a sample that is made shorter on purpose")
+    vocab_extra_ids: int = flag(
+        100, "of a T5: tokens added to a BERT vocabulary, each of which stands for a run of hidden words"
+    )
 
 
 @dataclass(frozen=True)

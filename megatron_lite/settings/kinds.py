@@ -7,27 +7,34 @@ from megaconv.errors import UsageError
 from megatron_lite.settings.config import Masked, Settings, flags
 
 NO_WINDOWS = "its samples are sentences, not windows of tokens"
-NO_LAYERS = "its layers have plain attention, a plain MLP, LayerNorm and biases"
+NO_LAYERS = "its layers have plain attention and a plain MLP"
 
 OF_ENCODERS: Mapping[str, str] = {
     "mock_data": "there are no random sentences; give --data-path",
     "finetune_data": "examples are for models that predict the next token",
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
-    "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "swiglu": NO_LAYERS, "qk_layernorm": NO_LAYERS,
-    "disable_bias_linear": NO_LAYERS, "group_query_attention": NO_LAYERS,
+    "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
     "mtp_num_layers": "it predicts no further tokens",
     "lora_rank": "adapters are for decoders so far", "lora_load": "adapters are for decoders so far",
 }  # fmt: skip
 """Flag -> why such a model has no use for it."""
-_ONLY: Mapping[str, object] = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "context_parallel_size": 1,
+_ALONE: Mapping[str, Mapping[str, object]] = {
+    "bert": {
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
+        "context_parallel_size": 1,
+    },
+    "t5": {"context_parallel_size": 1},
+}  # fmt: skip
+"""Flag -> the one value that there is code for, by kind."""
+OF_MODEL: Mapping[str, tuple[str, ...]] = {
+    "bert": ("bert_no_binary_head",),
+    "t5": ("encoder_num_layers", "decoder_num_layers", "encoder_seq_length", "decoder_seq_length"),
 }
-"""Flag -> the one value that such a model has code for."""
-OF_MODEL: Mapping[str, tuple[str, ...]] = {"bert": ("bert_no_binary_head",)}
 """Flags that describe a model of one kind."""
-MASKED: Mapping[str, tuple[str, ...]] = {"bert": ("mask_prob", "short_seq_prob")}
+MASKED: Mapping[str, tuple[str, ...]] = {
+    "bert": ("mask_prob", "short_seq_prob"),
+    "t5": ("mask_prob", "short_seq_prob", "vocab_extra_ids"),
+}
 """Of the flags about masked samples those that a kind has."""
 
 
@@ -40,7 +47,7 @@ def check_kind(settings: Settings, kind: str) -> None:
 def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
     if kind != "gpt":
         yield from ((name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name))
-        for name, value in _ONLY.items():
+        for name, value in _ALONE[kind].items():
             if _asked(settings, name) and _value(settings, name) != value:
                 yield name, f"it has {value} alone"
     others = {name for one, names in OF_MODEL.items() if one != kind for name in names}

@@ -8,6 +8,7 @@ from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
+from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 
 WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
@@ -44,6 +45,8 @@ class Sizes:
     micro_batch: int
     seq: int
     cp: int = 1
+    decoder_seq: int = 0
+    """Of a T5, whose encoder has `seq`; 0 where there is one stack."""
 
 
 def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, world: int) -> Sizes:
@@ -51,7 +54,8 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     training = settings.training
     check_flags(settings)
     layout = _layout(settings.parallel, config, world, options)
-    seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
     cp = settings.parallel.context_parallel_size
     dp = check_sizes(config, layout, world, options, seq, layout.pp, cp)
     batch = batch_size(training, dp)
@@ -62,7 +66,17 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
                 f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
             )
         check_sizes(config, layout, world, options, seq, size // (micro * dp), cp)
-    return Sizes(layout, dp, batch, micro, seq, cp)
+    if decoder_seq:
+        check_length(config, layout, options, decoder_seq)
+    return Sizes(layout, dp, batch, micro, seq, cp, decoder_seq)
+
+
+def _sequence(training: Training) -> int | None:
+    """Raises UsageError for two lengths of one sequence."""
+    named = training.seq_length, training.encoder_seq_length
+    if None not in named and named[0] != named[1]:
+        raise UsageError(f"--seq-length {named[0]} and --encoder-seq-length {named[1]} are the same length; give one")
+    return named[0] or named[1]
 
 
 def batch_size(training: Training, dp: int) -> BatchSize:
@@ -118,6 +132,19 @@ def check_sizes(
         )
     if cp > 1:
         _check_context(config, layout, options, sequence, cp)
+    check_length(config, layout, options, sequence, cp)
+    if vpp > 1 and microbatches % pp:
+        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
+        use = f"{below} or {above}" if below else str(above)
+        raise LayoutError(
+            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
+        )
+    return world // model
+
+
+def check_length(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int = 1) -> None:
+    """Raises LayoutError for a sequence that can't be shared, or that the model has no positions for."""
+    tp = layout.tp
     if options.sequence_parallel and sequence // cp % tp:
         raise LayoutError(
             f"sequence parallelism shards {sequence // cp} tokens over tp = {tp}; take a sequence that is a multiple of {tp * cp}"
@@ -126,13 +153,6 @@ def check_sizes(
         raise LayoutError(
             f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
         )
-    if vpp > 1 and microbatches % pp:
-        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
-        use = f"{below} or {above}" if below else str(above)
-        raise LayoutError(
-            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
-        )
-    return world // model
 
 
 def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
@@ -178,6 +198,9 @@ def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelO
         raise LayoutError(f"{shown}: parallel sizes have to be 1 or more")
     if etp is not None and etp > 1 and not config.experts.count:
         raise LayoutError(f"expert tensor parallel size (etp) is {etp}, but the model has no experts")
+    if config.encoder.layers:
+        return layout_of_two_stacks(parallel, config)
+    check_one_stack(parallel)
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
