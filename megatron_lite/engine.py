@@ -225,12 +225,16 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
         """(sum of losses, tokens that count), over all data-parallel ranks; the same on every rank."""
+        return self.evaluate_all(microbatches)["loss"]
+
+    def evaluate_all(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
+        """The same of all losses by name; of further tokens there is nothing (0, 0)."""
         layout = self.grid.layout
         losses = _LossSum(self._loss_names, self.grid.device, 1.0)
         with torch.no_grad():
             self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        ((loss_sum, tokens), *_), _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
-        return loss_sum, tokens
+        found, _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
+        return {name: (total, count) for name, (total, count) in zip(self._loss_names, found, strict=True)}
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""

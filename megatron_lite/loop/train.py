@@ -243,27 +243,33 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
-    """The mean loss over the next --eval-iters batches."""
+    """The means of all losses over the next --eval-iters batches."""
     iters, size = run.settings.training.eval_iters, run.sizes.batch.full
     if dataset is None or not iters:
         return
     first = run.progress.consumed_valid_samples if what == "validation" else 0
-    total = tokens = 0.0
+    sums: dict[str, tuple[float, float]] = {}
     for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(iters))):
-        losses, count = run.engine.evaluate(run.feeder.microbatches(batch))
-        total, tokens = total + losses, tokens + count
+        for name, (losses, count) in run.engine.evaluate_all(run.feeder.microbatches(batch)).items():
+            total, counted = sums.get(name, (0.0, 0.0))
+            sums[name] = total + losses, counted + count
+    means = {name: total / counted for name, (total, counted) in sums.items() if counted}
     step = run.progress.iteration
     if what == "validation":
         run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
-    if not tokens:
+    if "loss" not in means:
         run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
         return
-    loss = total / tokens
+    loss = means.pop("loss")
     if what == "validation":
         run.evaluations.append((step, loss))
-    run.say(f"step {step:>6} | {what} loss {loss:.5f} | perplexity {math.exp(min(loss, 700)):.3f}")
+    others = "".join(f" | {name.replace('_', ' ')} {value:.5f}" for name, value in means.items())
+    run.say(f"step {step:>6} | {what} loss {loss:.5f} | perplexity {math.exp(min(loss, 700)):.3f}{others}")
     for sink in run.sinks if run.place.rank == 0 else ():
-        sink.write(step, {"iteration": step, f"{what}_loss": loss})
+        sink.write(
+            step,
+            {"iteration": step, f"{what}_loss": loss, **{f"{what}_{name}": value for name, value in means.items()}},
+        )
     run.meter.restart()
 
 
