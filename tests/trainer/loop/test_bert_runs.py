@@ -9,20 +9,15 @@ import torch
 from transformers import MegatronBertForPreTraining
 
 import megaconv
-from megaconv.model.layout import Layout
-from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.masked.vocabulary import vocabulary
-from megatron_lite.engine import Engine
 from megatron_lite.loop.inputs import make_datasets, make_tokenizer
-from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.bert import Bert
-from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import work_out
 from tests.trainer.loop.launches import BERT, MASKED, train
 from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.parallel.test_bert import answers
 
 WORDS = 129
 """Of the vocabulary, that BERT's samples know."""
@@ -63,22 +58,9 @@ def test_what_a_bert_saves_is_what_transformers_computes_and_trains_on(tmp_path:
     )
     with torch.no_grad():
         expected = theirs(input_ids=text, token_type_ids=types, attention_mask=mask)
-    source = megaconv.open(tmp_path / "hf")
-    engine = Engine(
-        source.config, make_grid(Layout(stage_layers=(2,)), 1, torch.device("cpu")), ModelOptions("float32"), None
-    )
-    load_weights(engine, source.tensors)
-    batch = Microbatch(text, text, types=types, visible=mask.bool())
-    logits, last = engine.logits(batch), engine.last_stage(batch)
-    assert logits is not None
-    assert last is not None
+    logits, order = answers(tmp_path / "hf", text, types, mask)
     shown = mask.bool()
     assert torch.allclose(logits[shown], expected.prediction_logits[shown], atol=1e-5)
-    network, hidden = last
-    assert isinstance(network, Bert)
-    assert network.pooler is not None
-    assert network.binary_head is not None
-    order = network.binary_head(network.pooler(hidden))
     assert torch.allclose(order, expected.seq_relationship_logits, atol=1e-5)
 
     (tmp_path / "metrics.jsonl").unlink()
