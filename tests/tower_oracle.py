@@ -28,7 +28,11 @@ def compute(folder: Path, ranks: int) -> Any:
         subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
-    said = [process.communicate(timeout=180)[1] for process in started]
+    try:
+        said = [process.communicate(timeout=300)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert not any(process.returncode for process in started), "\n".join(said)
     return torch.load(folder / "output.pt")
 
@@ -41,7 +45,7 @@ def main(rank: int, folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     tp = job["ranks"]
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=tp, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=tp, timeout=timedelta(seconds=120)
     )
     parallel_state.initialize_model_parallel(tp)
     file = version_directory(folder / "core") / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
