@@ -73,6 +73,7 @@ NOT_COMPUTED = {
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
+    "expert_latent": "experts that work on a projection of the hidden states",
     "two_ropes": "another base of rope in layers with a window",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
