@@ -28,7 +28,7 @@ from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, pea
 from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Balance, Optimizer, Settings, subjects
 from megatron_lite.settings.options import Balancing, LossScale, ModelOptions, MuonOptions, OptimizerOptions, Recompute
 from megatron_lite.settings.sizes import Sizes, check_flags, work_out
@@ -40,6 +40,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     start = all_or_none(lambda: find_start(settings, finetune=finetune))
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer)
+    kind = model_type(settings, config)
     examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
     adapters = all_or_none(lambda: find_adapters(settings, config))
@@ -53,7 +54,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     progress = start.progress if start is not None else Progress()
     progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
-    datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts, packed))
+    datasets = all_or_none(lambda: make_datasets(settings, kind, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
     grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
@@ -152,7 +153,7 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
-        distributed=parallel.use_distributed_optimizer,
+        distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
     )  # fmt: skip

@@ -1,7 +1,9 @@
 """What a model is trained on in one pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,5 +21,19 @@ class Microbatch:
     """int64 [batch, sequence]; None: 0, 1, 2 ..."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Per sequence the lengths of its documents, which don't see each other; None: one document."""
+    types: Tensor | None = None
+    """Of a BERT, int64 [batch, sequence]: which of two parts a token belongs to."""
+    visible: Tensor | None = None
+    """Bool [batch, sequence]: which tokens others see; with it all tokens see each other, before and behind. None: a decoder's."""
+    swapped: Tensor | None = None
+    """Of a BERT, int64 [batch]: 1 where the two parts have changed places."""
     index: int = 0
     """Its number among all microbatches of the step, over all data-parallel ranks: seeds its dropout."""
+
+    def numbered(self, index: int) -> "Microbatch":
+        return replace(self, index=index)
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """With its tensors there."""
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})

@@ -40,11 +40,6 @@ class Plan:
     """Of the whole vocabulary, padding included."""
     expert_ranks: ExpertRanks = NO_OTHERS
 
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
-        return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(self.config.mtp_layers)))
-
     def kind(self, layer: int) -> LayerKind:
         """Of a layer; those that predict further tokens are counted behind all others, and are like the last of these."""
         return self.config.layers[min(layer, self.config.layer_count - 1)]
@@ -64,11 +59,14 @@ TRAINED = (
     "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
+NETWORKS_OF_THEIR_OWN = ("bert",)
+"""Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
+    "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
     "wide_qk_norm": "norms of q and k over all heads",
     "qk_l2_norm": "q and k divided by their L2 norm",
     "scaled_scores": "attention scores with a scale of their own",
@@ -88,8 +86,9 @@ def make_plan(
     expert_ranks: ExpertRanks = NO_OTHERS,
 ) -> Plan:
     """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded."""
-    if config.family not in TRAINED:
-        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
+    if config.family not in (*TRAINED, *NETWORKS_OF_THEIR_OWN):
+        known = ", ".join(sorted((*TRAINED, *NETWORKS_OF_THEIR_OWN)))
+        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {known}")
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")

@@ -216,7 +216,12 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
 
 def check_flags(settings: Settings) -> None:
     """What can be judged without the model. Raises UsageError."""
-    training, precision, saving = settings.training, settings.precision, settings.checkpointing
+    training, precision, saving, logging = (
+        settings.training,
+        settings.precision,
+        settings.checkpointing,
+        settings.logging,
+    )
     granularity, method = settings.recompute.recompute_granularity, settings.recompute.recompute_method
     lengths = training.train_iters, training.train_samples, training.epochs
     positive = {
@@ -253,6 +258,14 @@ def check_flags(settings: Settings) -> None:
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
         (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
+        (settings.parallel.grad_reduce_in_bf16 and not precision.bf16, "--grad-reduce-in-bf16 goes with --bf16"),
+        (training.manual_gc_interval < 0, f"--manual-gc-interval {training.manual_gc_interval} has to be 0 or more"),
+        (training.manual_gc_interval and not training.manual_gc, "--manual-gc-interval goes with --manual-gc"),
+        (logging.use_pytorch_profiler and not logging.profile, "--use-pytorch-profiler goes with --profile"),
+        (logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end,
+         f"--profile-step-end {logging.profile_step_end} has to be more than --profile-step-start {logging.profile_step_start}"),
+        (logging.profile and logging.use_pytorch_profiler and not (logging.tensorboard_dir or saving.save),
+         "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
     ]  # fmt: skip
     for wrong, message in refused:

@@ -113,8 +113,8 @@ def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
     found = {name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()}
     tensors = load_file(file)
     for native in native_tensors(rows, config, CORE_LOCAL, layout, 0, chunk, config.vocab):
-        if native.name.endswith("expert_bias") and native.name not in tensors:
-            continue  # it has no gradient
+        if native.copy is not None or (native.name.endswith("expert_bias") and native.name not in tensors):
+            continue  # a second one, or without a gradient
         whole = tensors[native.name].numpy().reshape(matrix_shape(native.shape))
         for name, regions in native.parts.items():
             matrix = found[name].reshape(matrix_shape(found[name].shape))
