@@ -14,6 +14,7 @@ from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.product import PLAIN, Product
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
 
 
@@ -25,6 +26,7 @@ class ExpertMatrix(nn.Module):
     def __init__(self, width: int, out: int, *, bias: bool) -> None:
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
@@ -71,7 +73,11 @@ class Experts(nn.Module):
 
 def _products(matrices: Sequence[ExpertMatrix], x: Tensor, counts: list[int]) -> Tensor:
     """[rows, out], with what adapters add, without biases."""
-    made = grouped_linear(x, [matrix.weight for matrix in matrices], counts)
+    if all(matrix.product is PLAIN for matrix in matrices):
+        made = grouped_linear(x, [matrix.weight for matrix in matrices], counts)
+    else:
+        each = zip(matrices, torch.split(x, counts), strict=True)
+        made = torch.cat([matrix.product.linear(rows, matrix.weight) for matrix, rows in each])
     if all(matrix.adapter is None for matrix in matrices):
         return made
     parts = zip(matrices, torch.split(made, counts), torch.split(x, counts), strict=True)
