@@ -61,11 +61,11 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
-        plan = self.plan
+        plan, weight = self.plan, self._matrix(shared)
         rows = plan.options.loss_rows or rows_at_a_time(hidden.device, weight.shape[0], plan.ranks.size)
         total, losses = head_loss(
             hidden,
-            self._matrix(shared),
+            weight,
             self.bias,
             labels.t().reshape(-1),
             weights.t().reshape(-1),
