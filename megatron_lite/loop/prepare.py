@@ -31,7 +31,15 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Balance, Optimizer, Settings, subjects
 from megatron_lite.settings.kinds import check_kind
-from megatron_lite.settings.options import Balancing, LossScale, ModelOptions, MuonOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.options import (
+    FP8,
+    Balancing,
+    LossScale,
+    ModelOptions,
+    MuonOptions,
+    OptimizerOptions,
+    Recompute,
+)
 from megatron_lite.settings.sizes import Sizes, check_flags, work_out
 
 
@@ -122,7 +130,21 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
         context=settings.parallel.cp_comm_type[0], mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
-        balance=_balancing(settings.balance), vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+        fp8=_fp8(settings), balance=_balancing(settings.balance),
+        vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+    )  # fmt: skip
+
+
+def _fp8(settings: Settings) -> FP8 | None:
+    asked = settings.precision
+    if asked.fp8_format is None:
+        return None
+    ends = (
+        (asked.num_layers_at_start_in_bf16, asked.num_layers_at_end_in_bf16) if asked.first_last_layers_bf16 else (0, 0)
+    )
+    return FP8(
+        asked.fp8_format, asked.fp8_recipe, asked.fp8_margin, asked.fp8_amax_history_len, asked.fp8_amax_compute_algo,
+        not asked.no_fp8_wgrad, *ends, settings.checkpointing.transformer_impl == "transformer_engine",
     )  # fmt: skip
 
 

@@ -98,10 +98,6 @@ def make_plan(
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(config, layout, ranks, options)
-        if options.compile:
-            raise NotExpressible(
-                "a mixture of experts can't be compiled yet: how many rows an expert gets changes all the time"
-            )
     return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)
 
 

@@ -252,6 +252,22 @@ class Precision:
     min_loss_scale: float = flag(1.0, "the least dynamic loss scale")
     loss_scale_window: int = flag(1000, "steps without overflow after which it doubles")
     hysteresis: int = flag(2, "overflows after which it halves")
+    fp8_format: str | None = flag(
+        None, "multiply layers' matrices in FP8: e4m3, or with gradients in e5m2", choices=("e4m3", "hybrid")
+    )
+    fp8_recipe: str = flag(
+        "delayed", "what shares a scale: a tensor, now (tensorwise) or by earlier steps, or blocks of one",
+        choices=("tensorwise", "delayed", "blockwise", "mxfp8"),
+    )  # fmt: skip
+    fp8_margin: int = flag(0, "powers of two that scales stay below the largest")
+    fp8_amax_history_len: int = flag(1, "steps that delayed scales look back")
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", "which of their largest elements counts", choices=("most_recent", "max")
+    )
+    no_fp8_wgrad: bool = flag(False, "gradients of weights in bf16")
+    first_last_layers_bf16: bool = flag(False, "some layers at both ends in bf16")
+    num_layers_at_start_in_bf16: int = flag(1, "how many at the start")
+    num_layers_at_end_in_bf16: int = flag(1, "how many at the end")
 
 
 @dataclass(frozen=True)
@@ -345,7 +361,7 @@ class Checkpointing:
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
     transformer_impl: str = flag(
         "transformer_engine",
-        "whose modules (their _extra_state) a checkpoint lists",
+        "whose modules (their _extra_state) a checkpoint lists; and, where it is installed, whether it computes in FP8",
         choices=("transformer_engine", "local"),
     )
     async_save: bool = flag(False, "write while training goes on")
