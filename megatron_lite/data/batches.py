@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of a global batch; every tensor is [microbatches, micro_batch_size, seq_length]."""
+    """This rank's part of a global batch; every tensor is [microbatches, rows, seq_length], of micro_batch_size rows or twice as many."""
 
     tokens: "torch.Tensor"
     """int64, as labels and position_ids."""
@@ -31,6 +31,8 @@ class Batch:
     position_ids: "torch.Tensor"
     documents: "torch.Tensor"
     """int32: a token attends to earlier ones with its own number."""
+    reference: "torch.Tensor"
+    """float64 [microbatches, rows] of pairs of answers; else without elements."""
 
     def to(self, device: "torch.device | str") -> "Batch":
         return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
@@ -60,8 +62,11 @@ class GlobalBatches:
                 f"{len(self.dataset):,}; give fewer iterations, or corpora with weights, which are repeated"
             )
         samples = [self.dataset[number] for number in numbers]
-        shape = (-1, self.micro_batch_size, len(samples[0].tokens))
-        stacked = Sample(*(np.stack(parts).reshape(shape) for parts in zip(*samples, strict=True)))
+        *parts, reference = map(np.stack, zip(*samples, strict=True))
+        microbatches = len(samples) // self.micro_batch_size
+        shape = (microbatches, -1, parts[0].shape[-1])
+        rows = (part.reshape(shape) for part in parts)
+        stacked = Sample(*rows, reference=reference.reshape(microbatches, -1))
         largest = max(int(stacked.tokens.max()), int(stacked.labels.max()))
         if largest >= self.vocab_size:
             raise CorruptCheckpoint(

@@ -10,7 +10,7 @@ NO_TOKEN = -1
 
 
 class Sample(NamedTuple):
-    """All of shape [seq_length]."""
+    """All of shape [seq_length]; of a pair of answers [2, seq_length], the chosen one first."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -18,6 +18,8 @@ class Sample(NamedTuple):
     position_ids: NDArray[np.int64]
     documents: NDArray[np.int32]
     """Ordinal of a token's document in the sample: a token attends to earlier ones of its own. All 0 without resets."""
+    reference: NDArray[np.float64] = np.zeros(0)  # never written to
+    """Of a pair the two answers' log-probabilities under the reference model; else empty."""
 
 
 class Dataset(Protocol):

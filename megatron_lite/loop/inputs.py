@@ -83,6 +83,7 @@ class Feeder:
                 loss_mask=moved.loss_mask[number] if masked else None,
                 positions=moved.position_ids[number] if self.reset_position_ids else None,
                 documents=documents[number] if documents else None,
+                reference=moved.reference[number] if moved.reference.numel() else None,
                 index=number * self.dp + self.dp_rank,
             )  # fmt: skip
 

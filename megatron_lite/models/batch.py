@@ -19,5 +19,8 @@ class Microbatch:
     """int64 [batch, sequence]; None: 0, 1, 2 ..."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Per sequence the lengths of its documents, which don't see each other; None: one document."""
+    reference: Tensor | None = None
+    """float64 [batch]: the reference model's log-probability of each row's labels that count. Then rows are pairs of a chosen and a
+    rejected answer, one behind the other, to be compared; None: each label counts for itself."""
     index: int = 0
     """Its number among all microbatches of the step, over all data-parallel ranks: seeds its dropout."""

@@ -10,6 +10,7 @@ from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import LayerKind
 from megatron_lite.models import recompute
+from megatron_lite.models.preference import FIGURES
 from megatron_lite.parallel.tensor import Keep, TensorGroup
 from megatron_lite.settings.options import ModelOptions
 
@@ -30,7 +31,9 @@ class Plan:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
+        """Names of all losses that the last stage computes, and of what it reports beside; the first is what the word alone means."""
+        if self.options.preference is not None:
+            return ("loss", *FIGURES)
         return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(self.config.mtp_layers)))
 
     def kind(self, layer: int) -> LayerKind:
@@ -83,6 +86,8 @@ def make_plan(
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
     if config.mtp_layers and config.tie_embeddings:
         raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
+    if config.mtp_layers and options.preference is not None:
+        raise NotExpressible("the model predicts further tokens, which can't be trained on pairs of answers yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(layout, ranks, options)
