@@ -36,6 +36,9 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
         raise BadRecord(
             f"has {listed(there) or 'no fields'}, but no {listed(missing)}: --dpo learns from pairs of answers"
         )
+    empty = [name for name in ANSWERS if not there[name] and isinstance(there[name], str)]
+    if empty:
+        raise BadRecord(f"its {listed(empty)} is empty")
     if there.get("messages") in (there["chosen"], []):  # as some data sets have it, for finetuning
         del there["messages"]
     chosen, rejected = (read_record(_as_example(there, name)) for name in ANSWERS)
