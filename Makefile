@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := megaconv loaders savers formats megatron_lite
 
+# Tests start many processes: each would compile all of the source again where an environment forbids to keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 

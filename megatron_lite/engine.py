@@ -12,12 +12,14 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
-from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
+from megatron_lite.models.network import Network
+from megatron_lite.models.networks import network
 from megatron_lite.models.passes import Pass, Passes
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.plan import ExpertRanks, make_plan
+from megatron_lite.models.preference import LOSSES
 from megatron_lite.models.totals import LossSum, RowSums, places
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
@@ -82,11 +84,12 @@ class Engine:
         self._balanced = Step()
         tp = grid.layout.tp
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
-        plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
-        self._loss_names = plan.losses
+        plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
+        kind = network(config.family)
+        self._loss_names = kind.loss_names(config) if options.preference is None else LOSSES
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
-        self.chunks: list[ModelChunk] = []
+        self.chunks: list[Network] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
@@ -94,7 +97,7 @@ class Engine:
         """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
-                module = ModelChunk(plan, chunk)
+                module = kind(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
             infos = list(
@@ -142,11 +145,12 @@ class Engine:
                 module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
+                sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
                 overlap=optimizer.overlap_grad_reduce,
             )  # fmt: skip
-            buckets.wait_before(_units(module))
+            buckets.wait_before(module.units())
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
+        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"), grid.group("etp"))
 
     def train_step(
         self,
@@ -222,12 +226,12 @@ class Engine:
         return {name: {layer: value / microbatches for layer, value in layers.items()} for name, layers in sums.items()}
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
-        """By the names of Plan.losses (sum, tokens or pairs that count), over all data-parallel ranks; the same on every rank."""
+        """By the names of losses (sum, tokens or pairs that count), over all data-parallel ranks; the same on every rank."""
         layout = self.grid.layout
         losses = LossSum(self._loss_names, self.grid.device, 1.0)
         with torch.no_grad():
             self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        found, _ = self._sum_over_world(losses, torch.zeros(()), ())
+        found, _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
         return {name: (total, count) for name, (total, count) in zip(self._loss_names, found, strict=True)}
 
     def log_probs(self, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -255,14 +259,14 @@ class Engine:
             own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
-    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[Network, Tensor] | None:
         """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
 
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
         run = self.make_pass(batch, cache=cache)
-        found: list[tuple[ModelChunk, Tensor]] = []
+        found: list[tuple[Network, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]
@@ -325,14 +329,14 @@ class Engine:
     ) -> tuple[list[list[float]], list[float]]:
         """([sum, tokens] of each loss, [squares, *signals]) over all ranks: the one collective, and the one wait for a GPU, of a step."""
         counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
+        device, pairs = self.grid.device, losses.sums.numel()
+        own = torch.tensor(list(map(float, signals)), dtype=torch.float64, pin_memory=device.type == "cuda")
         values = torch.cat(
-            [losses.sums.flatten() * counts, square.to(self.grid.device, torch.float64).view(1)]
-            + [torch.tensor([float(signal)], dtype=torch.float64, device=self.grid.device) for signal in signals]
+            [losses.sums.flatten() * counts, square.to(torch.float64).view(1), own.to(device, non_blocking=True)]
         )
         comm.all_reduce(values, self.grid.group("world"))
-        sums = values[: losses.sums.numel()].view_as(losses.sums)
-        rest = values[losses.sums.numel() :]
-        return sums.tolist(), rest.tolist()
+        found = values.tolist()
+        return [found[at : at + 2] for at in range(0, pairs, 2)], found[pairs:]
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
         """(chunk, name, local tensor) of every parameter of this rank; a tied copy is listed too."""
@@ -362,10 +366,3 @@ class Engine:
         """Wait for all communication; before reading parameters (a save) and before exit."""
         if self.optimizer is not None:
             self.optimizer.wait()
-
-
-def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
-    """The modules before which parameters have to be there."""
-    yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
-    yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
-    yield from chunk.mtp.layers if chunk.mtp is not None else ()

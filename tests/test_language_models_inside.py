@@ -24,6 +24,7 @@ from tests.transformers_oracle import DELTA_NET, GEMMA_LAYERS, SIZES, compute, l
 VISION = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
     "num_heads": 4, "depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+    "num_key_value_heads": 2,
     "num_position_embeddings": 16, "embed_dim": 32, "vision_output_dim": 64, "projector_input_dim": 32, "projector_output_dim": 64,
 }  # fmt: skip
 AUDIO = {

@@ -143,7 +143,8 @@ class ModelConfig:
         """The sizes that shapes are written in."""
         rope_dim = self.latent.rope_dim
         derived = {"nope_dim": self.attention.head_dim - rope_dim, "kv_and_rope": self.latent.kv_rank + rope_dim}
-        return {name: size.of(self) for name, size in SIZES.items()} | derived
+        tower = {} if self.whole is None else self.whole.sizes
+        return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
 
 
 class Size(NamedTuple):
@@ -244,6 +245,7 @@ FEATURES: Mapping[str, Holds] = {
     "head_bias": lambda config, kind, layer: config.head.bias,
     "transform": lambda config, kind, layer: bool(config.head.activation),
     "windows": lambda config, kind, layer: config.window is not None,
+    "tower": lambda config, kind, layer: config.whole is not None and bool(config.whole.tower),
     "only_windows": lambda config, kind, layer: all(each.window is not None for each in config.layers),
     # of a layer
     "attention": lambda config, kind, layer: kind.mixer == "attention",

@@ -75,6 +75,7 @@ def places(
     vocab_rows: int,
     naming: Naming,
     ep_rank: int = 0,
+    etp_rank: int | None = None,
     *,
     local: bool = False,
 ) -> dict[str, Place]:
@@ -88,7 +89,7 @@ def places(
     latent = config.latent.kv_rank > 0
     keys = CORE_LOCAL if local and latent else CORE
     named, keyed = (
-        list(native_tensors(rows, padded, spelled, layout, tp_rank, chunk, vocab_rows, ep_rank))
+        list(native_tensors(rows, padded, spelled, layout, tp_rank, chunk, vocab_rows, ep_rank, etp_rank))
         for spelled in (naming, keys)
     )
     whole = {native.name: native for native in native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)}

@@ -70,9 +70,9 @@ def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
     """Of this rank's chunks."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     return [
-        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, ep_rank, local=local)
+        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, *at, local=local)
         for chunk in grid.chunks()
     ]
 
@@ -224,11 +224,9 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     """From the engine's names to those of the implementation."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     ours, theirs = (
-        native_tensors(
-            family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank
-        )
+        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
         for naming in (NAMING, core_naming(impl))
     )
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}

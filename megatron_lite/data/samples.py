@@ -1,7 +1,7 @@
 """A training sample: tokens, what each should predict, and what counts.  As megatron-core's GPTDataset makes it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ NO_TOKEN = -1
 
 
 class Sample(NamedTuple):
-    """All of shape [seq_length]; of a pair of answers [2, seq_length], the chosen one first."""
+    """All of shape [seq_length]."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -18,8 +18,12 @@ class Sample(NamedTuple):
     position_ids: NDArray[np.int64]
     documents: NDArray[np.int32]
     """Ordinal of a token's document in the sample: a token attends to earlier ones of its own. All 0 without resets."""
-    reference: NDArray[np.float64] = np.zeros(0)  # never written to
-    """Of a pair the two answers' log-probabilities under the reference model; else empty."""
+
+
+class Arrays(Protocol):
+    """A sample of any kind: a NamedTuple of arrays and numbers, of the same shapes in each of a dataset's samples."""
+
+    def _asdict(self) -> dict[str, Any]: ...
 
 
 class Dataset(Protocol):
@@ -27,7 +31,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Arrays: ...
 
 
 @dataclass(frozen=True)

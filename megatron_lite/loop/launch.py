@@ -60,7 +60,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def start(parallel: Parallel) -> Place:
+def start(parallel: Parallel, *, deterministic: bool = False) -> Place:
     """Join the other processes. Raises UsageError for a backend that can't work here, and for a torch that is too old."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         raise UsageError(
@@ -71,6 +71,8 @@ def start(parallel: Parallel) -> Place:
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
+        if deterministic:
+            force_same_bits()
     if world_size() == 1:
         return Place(0, 1, device, None, None)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -106,6 +108,18 @@ def _device(parallel: Parallel) -> torch.device:
             "or take --distributed-backend gloo, which trains on CPUs"
         )
     return torch.device("cuda", local)
+
+
+SAME_BITS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""What libraries read when they are first used; who has set one of them otherwise is left alone."""
+
+
+def force_same_bits() -> None:
+    """On a GPU, before anything is computed: kernels and collectives that add in one order, by Megatron's recipe. A CPU's always do."""
+    for name, value in SAME_BITS.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  # nothing here reads such memory
 
 
 def keep_freed_memory() -> None:

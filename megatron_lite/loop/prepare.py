@@ -28,7 +28,7 @@ from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, pea
 from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Balance, Dpo, Optimizer, Settings, subjects
 from megatron_lite.settings.options import (
     Balancing,
@@ -49,11 +49,13 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     check_length(settings.training)
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer)
+    kind = model_type(settings, config)
     examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
     adapters = all_or_none(lambda: find_adapters(settings, config))
     options = replace(model_options(settings, dropouts), lora=adapters.options if adapters is not None else None)
     if settings.dpo.dpo:
+        preference.check_decoder(kind)
         options = preference.without_dropout(options, place.say)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
@@ -64,7 +66,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     progress = start.progress if start is not None else Progress()
     progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
-    datasets = all_or_none(lambda: make_datasets(settings, tokenizer, sizes, counts, packed))
+    datasets = all_or_none(lambda: make_datasets(settings, kind, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
     grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
@@ -73,7 +75,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     elif options.preference is not None:
         reference = all_or_none(lambda: preference.reference_of(settings, start))
         load(engine, reference)
-        datasets = preference.with_reference(engine, datasets, sizes, tokenizer.vocab_size, place.say)
+        datasets = preference.with_reference(engine, settings, datasets, sizes, tokenizer.vocab_size, place.say)
         if start is not reference:
             load(engine, start)
     else:
@@ -174,7 +176,7 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
-        distributed=parallel.use_distributed_optimizer,
+        distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
     )  # fmt: skip
@@ -193,6 +195,11 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
         raise LayoutError(
             f"--ckpt-format torch has a file for each rank of etp x ep = {layout.etp} x {layout.ep} = {files}, too few for the parts of "
             f"tp = {layout.tp} ranks; take --ep {layout.tp} or more, or torch_dist"
+        )
+    if saving.save is not None and saving.ckpt_format == "torch" and layout.tp % layout.etp:
+        raise LayoutError(
+            f"--ckpt-format torch has files by tensor ranks, of which etp = {layout.etp} has to divide tp = {layout.tp}; "
+            "take another --expert-tensor-parallel-size, or torch_dist"
         )
 
 

@@ -22,10 +22,13 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.loop import plot
 from megatron_lite.loop.failure import TrainingError
-from megatron_lite.loop.inputs import Feeder
+from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import METRICS, Meter, Sink, line, rewards
+from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
+from megatron_lite.loop.profiling import make_profile
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
+from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
@@ -66,15 +69,19 @@ class Run:
         self.place.say(text)
 
     @property
+    def kind(self) -> ModelType:
+        return MODEL_TYPES[model_type(self.settings, self.config)]
+
+    @property
     def feeder(self) -> Feeder:
-        grid, data = self.engine.grid, self.settings.data
-        packed = data.finetune_data is not None and not self.settings.dpo.dpo  # examples don't see each other
-        resets = data.reset_position_ids or packed, data.reset_attention_mask or packed
-        return Feeder(grid.device, grid.dp, grid.dp_rank, *resets)
+        grid = self.engine.grid
+        return Feeder(self.kind, self.settings, grid.device, grid.dp, grid.dp_rank)
 
     def batches(self, dataset: Dataset) -> GlobalBatches:
         grid = self.engine.grid
-        return GlobalBatches(dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab)
+        return GlobalBatches(
+            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, self.kind.tokens
+        )  # fmt: skip
 
 
 def total_samples(settings: Settings, sizes: Sizes, progress: Progress = Progress()) -> int:  # noqa: B008  # frozen
@@ -95,6 +102,9 @@ def train(run: Run) -> None:
     assert train_data is not None
     feeder, started, why = run.feeder, time.monotonic(), None
     limit = run.settings.training.exit_duration_in_mins
+    garbage = Garbage(run.settings.training)
+    profile = make_profile(run.settings.logging, run.settings.checkpointing.save, run.place.rank, run.place.device)
+    garbage.start()
     run.meter.restart()
     steps = list(_steps(run))
     if not steps:
@@ -104,9 +114,11 @@ def train(run: Run) -> None:
     for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
         lr, decay = run.rate.at(run.progress.scheduled_samples), run.decay.at(run.progress.scheduled_samples)
         time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
+        profile.after(run.progress.iteration)
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        garbage.after(run.progress.iteration)
         _check_replicas(run)
         _log(run, report, lr)
         if run.saver is not None:
@@ -114,8 +126,10 @@ def train(run: Run) -> None:
         why = _reason_to_end(run, report)
         if why is not None:
             break
-        _evaluate_when_due(run)
+        _evaluate_when_due(run, garbage)
         _save_when_due(run)
+    profile.end()
+    garbage.end()
     _finish(run, why)
 
 
@@ -218,9 +232,10 @@ def _reason_to_end(run: Run, report: StepReport) -> str | None:
     return None
 
 
-def _evaluate_when_due(run: Run) -> None:
+def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
     if run.progress.iteration % run.settings.training.eval_interval == 0:
-        evaluate(run, run.datasets[1], "validation")
+        with garbage.evaluation():
+            evaluate(run, run.datasets[1], "validation")
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:

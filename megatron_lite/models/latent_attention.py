@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
+from megatron_lite.models import rng
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
@@ -45,6 +46,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         config, latent, heads = plan.config, plan.config.latent, plan.sizes["heads"]
         self.layer, self.ranks, self.options, self.latent, self.heads = layer, plan.ranks, plan.options, latent, heads
+        self.at = rng.At(layer, rng.ATTENTION)
         self.nope, self.window = config.attention.head_dim - latent.rope_dim, plan.kind(layer).window
         self.scale = scale_of_scores(config)
         width, direct = heads * config.attention.head_dim, not latent.q_rank
@@ -77,7 +79,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k, rotating.expand(*k.shape[:3], rope)), -1)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v, run.positions)
-        mixed = attended(q, k, v, run, self.layer, self.ranks, self.options, window=self.window, scale=self.scale)
+        mixed = attended(q, k, v, run, self.at, self.ranks, self.options, window=self.window, scale=self.scale)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 

@@ -21,6 +21,7 @@ class Layer(nn.Module):
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
+        self.after_attention, self.after_mlp = rng.At(layer, rng.AFTER_ATTENTION), rng.At(layer, rng.AFTER_MLP)
         kind, norm = plan.kind(layer), plan.config.norm
         latent = plan.config.latent.kv_rank > 0
         self.input_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if latent else None
@@ -31,12 +32,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self._drop(self.self_attention(normed, run), run, rng.AFTER_ATTENTION)
+        x = x + self._drop(self.self_attention(normed, run), run, self.after_attention)
         made = self.mlp(x) if self.pre_mlp_layernorm is None else self.mlp(self.pre_mlp_layernorm(x), run)
-        return x + self._drop(made, run, rng.AFTER_MLP)
+        return x + self._drop(made, run, self.after_mlp)
 
-    def _drop(self, x: Tensor, run: Pass, place: int) -> Tensor:
+    def _drop(self, x: Tensor, run: Pass, at: rng.At) -> Tensor:
         if run.seed is None or not self.dropout:
             return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, self.layer, place, self.ranks)
+        dropped: Tensor = run.seed.drop(x, self.dropout, at, self.ranks)
         return dropped

@@ -60,6 +60,10 @@ class Pass:
     """Of experts; None where nothing goes backward."""
     cache: Cache | None = None
     """Keys and values of the tokens before these; None: there are none."""
+    types: Tensor | None = None
+    visible: Tensor | None = None
+    swapped: Tensor | None = None
+    """As Microbatch has them."""
 
 
 class Passes:
@@ -88,7 +92,7 @@ class Passes:
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
-            share, batch.reference, seed, balance, cache,
+            share, batch.reference, seed, balance, cache, batch.types, batch.visible, batch.swapped,
         )  # fmt: skip
 
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:

@@ -18,6 +18,7 @@ from megatron_lite.settings.options import Preference
 
 FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
 """What is reported beside the loss, as means over pairs."""
+LOSSES = ("loss", *FIGURES)
 
 
 class Compared(NamedTuple):

@@ -32,6 +32,15 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+class At:
+    """A place in the model: a layer, and which of its places. A class of its own so that torch.compile, which would compile each
+    layer anew for its number, never looks into it.
+    """
+
+    def __init__(self, layer: int, place: int) -> None:
+        self.layer, self.place = layer, place
+
+
 class Seed:
     """Of one pass of one microbatch. Mutable on purpose: torch.compile doesn't guard what it never reads."""
 
@@ -40,12 +49,12 @@ class Seed:
         self.value, self._context = mix(*numbers), context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def drop(self, x: Tensor, probability: float, layer: int, place: int, ranks: TensorGroup) -> Tensor:
+    def drop(self, x: Tensor, probability: float, at: At, ranks: TensorGroup) -> Tensor:
         """x [sequence (/ cp, / tp), batch, width] with some elements 0 and the others scaled up.
 
         Drawn for the whole sequence on every rank, so that ranks agree on it whether they share it or not.
         """
-        generator = torch.Generator(x.device).manual_seed(mix(self.value, layer, place))
+        generator = torch.Generator(x.device).manual_seed(mix(self.value, at.layer, at.place))
         context = self._context
         length = x.shape[0] * (ranks.size if ranks.sequence else 1) * (context.size if context is not None else 1)
         kept = x.new_empty(length, *x.shape[1:]).bernoulli_(1 - probability, generator=generator)
@@ -53,8 +62,8 @@ class Seed:
         return x * (ranks.own_part(own) / (1 - probability))
 
     @contextmanager
-    def for_attention(self, layer: int, ranks: TensorGroup, device: torch.device) -> Iterator[None]:
+    def for_attention(self, at: At, ranks: TensorGroup, device: torch.device) -> Iterator[None]:
         """torch's own generator, from which attention draws, seeded for this place, and afterwards as it was."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(mix(self.value, layer, ATTENTION, ranks.rank))
+            torch.manual_seed(mix(self.value, at.layer, at.place, ranks.rank))
             yield

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.chunk import Counted
+from megatron_lite.models.network import Counted
 
 
 def places(batch: Microbatch) -> int:

@@ -102,6 +102,11 @@ class Grid:
             axis
         ]
 
+    def experts_place(self) -> tuple[int, int]:
+        """(along ep, along etp): which experts this rank has, and which part of each."""
+        place = expert_mesh(self.layout, self.dp, self.cp).place(self.rank)
+        return place["ep"], place["etp"]
+
     def chunks(self) -> list[Chunk]:
         """This rank's virtual stages."""
         return [chunk for chunk in self.layout.chunks() if chunk.pp_rank == self.pp_rank]

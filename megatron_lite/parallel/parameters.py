@@ -71,14 +71,14 @@ def parameter_infos(
     kinds: as the chunk's modules declare them. index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding
     included. sequence: with sequence parallelism. frozen: whether none of them is trained.
     """
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     table = family(config.family).rows
-    natives = native_tensors(table, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank)
+    natives = native_tensors(table, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
     named = {native.name: native for native in natives if native.copy is None or native.copy.written}
     assert named.keys() == kinds.keys(), f"modules and table differ in {sorted(named.keys() ^ kinds.keys())}"
     for name, kind in kinds.items():
         native = named[name]
-        # Experts aren't sharded, so that every tensor of theirs is somebody's own, whatever the table would shard.
+        # A tensor of an expert is somebody's own, also where the table has nothing to shard of it.
         assert kind is Kind.EXPERT or native.replicated == kind.copied, f"{name} is declared as {kind}"
         yield ParameterInfo(
             index,

@@ -18,6 +18,23 @@ FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", 
 """Settings of a model that its checkpoint doesn't fix, or not here."""
 
 
+OF_THEIR_OWN = ("bert",)
+"""Families that are a --model-type; all others are decoders, `gpt`."""
+
+
+def model_type(settings: Settings, config: ModelConfig | None) -> str:
+    """config: of the checkpoint that a run starts from, which no flag may contradict; None: there is none. Raises UsageError."""
+    asked = settings.model.model_type
+    if config is None:
+        return asked or "gpt"
+    found = config.family if config.family in OF_THEIR_OWN else "gpt"
+    if asked not in (None, found):
+        raise UsageError(
+            f"--model-type {asked} contradicts the checkpoint, which is a {config.family}; leave the flag out"
+        )
+    return found
+
+
 def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     """vocab: the tokenizer's. Raises UsageError for sizes that are missing, UnknownFamily for a model without a table."""
     model = settings.model
@@ -53,7 +70,16 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
         }
     if model.mtp_num_layers:
         found["mtp_layers"] = model.mtp_num_layers
-    return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found)
+    kind = model_type(settings, None)
+    if kind == "bert":
+        found |= _of_bert(settings)
+    return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found, family=None if kind == "gpt" else kind)
+
+
+def _of_bert(settings: Settings) -> dict[str, Any]:
+    """Megatron has token types, pooler and binary head together, or none of them."""
+    binary = not settings.masked.bert_no_binary_head
+    return {"head.activation": "gelu", "head.bias": True, "head.binary": binary, "token_types": 2 * binary}
 
 
 _RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")

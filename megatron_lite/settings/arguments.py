@@ -16,9 +16,9 @@ YAML_FLAGS = ("--yaml-cfg", "--config-file")
 
 WITHOUT_EFFECT = {
     "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
-    "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "deterministic_mode": 0, "dist_ckpt_strictness": 1,
-    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "grad_reduce_in_bf16": 0,
-    "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "manual_gc": 0,
+    "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "dist_ckpt_strictness": 1,
+    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0,
+    "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0,
     "moe_grouped_gemm": 0, "moe_pad_expert_input_to_capacity": 0, "moe_permute_fusion": 0,
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
     "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
@@ -34,13 +34,12 @@ REFUSED = {
     "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
     "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
-    "no_position_embedding": "a model without any positions (rope needs no such flag)", "profile": "profiles",
-    "profile_step_end": "profiles", "profile_step_start": "profiles",
+    "no_position_embedding": "a model without any positions (rope needs no such flag)",
 }  # fmt: skip
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
-    "dataloader_type": "single", "expert_tensor_parallel_size": "1",
+    "dataloader_type": "single",
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""

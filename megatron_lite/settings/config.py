@@ -18,6 +18,11 @@ def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), short: str |
 class Model:
     """Model; with --load all of this comes from the checkpoint, and a flag that contradicts it is an error"""
 
+    model_type: str | None = flag(
+        None,
+        "a decoder, or an encoder that learns from hidden words (gpt, or the checkpoint's)",
+        choices=("gpt", "bert"),
+    )
     num_layers: int | None = flag(None, "transformer layers")
     hidden_size: int | None = flag(None, "width of the model")
     ffn_hidden_size: int | None = flag(None, "width of the MLP (4 x hidden; 8/3 x hidden with --swiglu, rounded to 64)")
@@ -89,6 +94,9 @@ class Parallel:
         "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share each expert's matrices (as --tp where that fits, else 1)", short="--etp"
+    )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
@@ -100,6 +108,9 @@ class Parallel:
     use_distributed_optimizer: bool = flag(False, "share optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
     overlap_param_gather: bool = flag(False, "gather parameters while the forward pass goes on")
+    grad_reduce_in_bf16: bool = flag(
+        False, "send gradients in bf16 between data-parallel ranks; each adds its own up in fp32"
+    )
     ddp_bucket_size: int | None = flag(None, "elements of a gradient bucket (40 million)")
     distributed_backend: str | None = flag(
         None, "communication (nccl with a GPU for every process, else gloo)", choices=("nccl", "gloo")
@@ -148,6 +159,12 @@ class Training:
     exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
     exit_duration_in_mins: float | None = flag(None, "save and exit (status 0) after this long")
     seed: int = flag(1234, "of initial weights, order of data, dropout")
+    deterministic_mode: bool = flag(
+        False, "the same bits twice on a GPU too, by slower kernels; a CPU always gives them"
+    )
+    manual_gc: bool = flag(False, "collect Python's garbage at set times, on all ranks at the same step")
+    manual_gc_interval: int = flag(0, "steps between these; 0: at the start alone")
+    no_manual_gc_eval: bool = flag(False, "not before and after evaluations")
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, "steps between checks that data-parallel ranks hold the same weights (none)"
     )
@@ -280,6 +297,15 @@ class Dpo:
 
 
 @dataclass(frozen=True)
+class Masked:
+    """BERT; --data-path of preprocess --split-sentences, [CLS] [SEP] [MASK] of the tokenizer"""
+
+    mask_prob: float = flag(0.15, "part of a sample's tokens that is hidden")
+    short_seq_prob: float = flag(0.1, "of a sample that is made shorter on purpose")
+    bert_no_binary_head: bool = flag(False, "no second loss, which tells whether two parts have changed places")
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA; adapters are trained and saved, the model's weights stay as they are"""
 
@@ -331,6 +357,13 @@ class Logging:
     wandb_project: str | None = flag(None, "log to Weights & Biases")
     wandb_exp_name: str | None = flag(None, "name of the run there")
     plot: str | None = flag(None, "draw the loss curve into this PNG at the end")
+    profile: bool = flag(False, "profile some steps: marks for nsys, or with --use-pytorch-profiler a trace")
+    use_pytorch_profiler: bool = flag(
+        False, "write a trace (chrome://tracing, Perfetto) of each chosen rank to --tensorboard-dir, or else to --save"
+    )
+    profile_step_start: int = flag(10, "steps before the first that is profiled")
+    profile_step_end: int = flag(12, "the last that is")
+    profile_ranks: tuple[int, ...] = flag((0,), "ranks that are")
     peak_tflops: float | None = flag(None, "what one device can do, for MFU (known for common GPUs)")
 
 
@@ -347,6 +380,7 @@ class Settings:
     recompute: Recompute = Recompute()
     data: Data = Data()
     dpo: Dpo = Dpo()
+    masked: Masked = Masked()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()

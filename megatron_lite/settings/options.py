@@ -86,7 +86,7 @@ class ModelOptions:
     context: str = "p2p"
     """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
     loss_rows: int | None = None
-    """Tokens whose logits exist at one time; None: what a GPU (1024) or a CPU's caches (128) like."""
+    """Tokens whose logits exist at one time; None: what the device likes (models/loss.py)."""
     balance: Balancing = Balancing()
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
@@ -145,6 +145,8 @@ class OptimizerOptions:
     muon: MuonOptions = MuonOptions()
     clip_grad: float = 1.0
     """The largest norm of all gradients together; 0: any."""
+    bf16_reduce: bool = False
+    """Send gradients in bf16 from rank to rank."""
     distributed: bool = False
     """Share state and fp32 masters over the data-parallel ranks (ZeRO 1)."""
     bucket_elements: int = 40_000_000

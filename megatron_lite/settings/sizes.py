@@ -53,7 +53,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     training = settings.training
     check_flags(settings)
     check_length(training)
-    layout = _layout(settings.parallel, config)
+    layout = _layout(settings.parallel, config, world, options)
     seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     cp = settings.parallel.context_parallel_size
     dp = check_sizes(config, layout, world, options, seq, layout.pp, cp)
@@ -169,18 +169,33 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
         )
 
 
-def _layout(parallel: Parallel, config: ModelConfig) -> Layout:
+def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    if min(tp, pp, cp, ep) < 1:
-        raise LayoutError(f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}: parallel sizes have to be 1 or more")
+    cp, ep, etp = (
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if min(tp, pp, cp, ep, 1 if etp is None else etp) < 1:
+        shown = f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}" + ("" if etp is None else f", etp = {etp}")
+        raise LayoutError(f"{shown}: parallel sizes have to be 1 or more")
+    if etp is not None and etp > 1 and not config.experts.count:
+        raise LayoutError(f"expert tensor parallel size (etp) is {etp}, but the model has no experts")
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
         parallel.pipeline_model_parallel_layout,
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
-    return Layout(tp, pp, vpp, ep, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+    etp = _expert_parts(config, tp, ep, world // pp, options) if etp is None else etp
+    return Layout(tp, pp, vpp, ep, etp, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+
+
+def _expert_parts(config: ModelConfig, tp: int, ep: int, ranks: int, options: ModelOptions) -> int:
+    """Megatron's own choice, which is tp, where it can be had on the ranks of a stage; else 1."""
+    whole_alone = config.mlp.bias or options.lora is not None
+    fits = config.experts.count and not whole_alone and not ranks % (tp * ep) and not config.sizes()["moe_ffn"] % tp
+    return tp if fits else 1
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
@@ -210,7 +225,12 @@ def check_length(training: Training) -> None:
 
 def check_flags(settings: Settings) -> None:
     """What can be judged without the model. Raises UsageError."""
-    training, precision, saving = settings.training, settings.precision, settings.checkpointing
+    training, precision, saving, logging = (
+        settings.training,
+        settings.precision,
+        settings.checkpointing,
+        settings.logging,
+    )
     granularity, method = settings.recompute.recompute_granularity, settings.recompute.recompute_method
     lengths = training.train_iters, training.train_samples, training.epochs
     positive = {
@@ -246,6 +266,14 @@ def check_flags(settings: Settings) -> None:
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
         (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
+        (settings.parallel.grad_reduce_in_bf16 and not precision.bf16, "--grad-reduce-in-bf16 goes with --bf16"),
+        (training.manual_gc_interval < 0, f"--manual-gc-interval {training.manual_gc_interval} has to be 0 or more"),
+        (training.manual_gc_interval and not training.manual_gc, "--manual-gc-interval goes with --manual-gc"),
+        (logging.use_pytorch_profiler and not logging.profile, "--use-pytorch-profiler goes with --profile"),
+        (logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end,
+         f"--profile-step-end {logging.profile_step_end} has to be more than --profile-step-start {logging.profile_step_start}"),
+        (logging.profile and logging.use_pytorch_profiler and not (logging.tensorboard_dir or saving.save),
+         "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
         *_of_pairs(settings),
     ]  # fmt: skip

@@ -52,7 +52,7 @@ _NORMS = tuple(
     f"{name}.weight"
     for name in (
         *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm"),
-        *("enorm", "hnorm", "out_norm", "final_norm"),
+        *("enorm", "hnorm", "out_norm", "final_norm", "patch_norm"),
     )
 )
 """Norms that are modules of their own among Transformer Engine's too."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,17 @@ class FinetuneDataset:
         return Sample(tokens, labels, loss_mask, position_ids, documents)
 
 
+class PairSample(NamedTuple):
+    """The chosen answer in the first row, the rejected one in the second."""
+
+    tokens: NDArray[np.int64]
+    """[2, seq_length]"""
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+    reference: NDArray[np.float64]
+    """[2]: their log-probabilities under the reference model; empty where these aren't known yet."""
+
+
 @dataclass(frozen=True)
 class PairDataset:
     """`--finetune-data` of pairs of answers: each sample is one pair, its answers as two rows."""
@@ -72,7 +84,7 @@ class PairDataset:
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> PairSample:
         number = int(self.order[index])
         tokens, labels = np.zeros((2, 2, self.seq_length), np.int64)
         loss_mask = np.zeros((2, self.seq_length), np.float32)
@@ -83,9 +95,8 @@ class PairDataset:
             tokens[row, inside] = examples.tokens[first : last - 1]
             labels[row, inside] = examples.tokens[first + 1 : last]
             loss_mask[row, inside] = examples.learned[first + 1 : last]
-        positions = np.tile(np.arange(self.seq_length), (2, 1))
-        sample = Sample(tokens, labels, loss_mask, positions, np.zeros((2, self.seq_length), np.int32))
-        return sample if self.reference is None else sample._replace(reference=self.reference[number])
+        known = np.zeros(0) if self.reference is None else self.reference[number]
+        return PairSample(tokens, labels, loss_mask, known)
 
 
 def pair_dataset(

@@ -6,14 +6,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from megatron_lite.data.finetuning.dataset import PairSample
 from megatron_lite.data.samples import Sample
 from megatron_lite.data.tokenizer import Tokenizer
 
 
-def preview(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
+def preview(sample: Sample | PairSample, tokenizer: Tokenizer) -> Iterator[str]:
     """A line for each run of tokens that are learned or not, example by example; special tokens as they are spelled."""
     learned = int(sample.loss_mask.sum())
-    if sample.tokens.ndim > 1:
+    if isinstance(sample, PairSample):
         yield f"the first pair: {learned:,} of its tokens are compared"
         for row, name in enumerate(("chosen", "rejected")):
             end = int(sample.loss_mask[row].nonzero()[0].max()) + 1

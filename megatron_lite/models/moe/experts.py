@@ -30,7 +30,7 @@ class ExpertMatrix(nn.Module):
 
 
 class Expert(nn.Module):
-    """[gate; up], activation, down."""
+    """[gate; up], activation, down; with expert tensor parallelism this rank's part of these, whose output is a term of a sum."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Mixture(nn.Module):
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
-        self.count, self.group = plan.config.experts.count, plan.expert_group
+        self.count, self.ranks = plan.config.experts.count, plan.expert_ranks
         self.router = Router(plan, layer)
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
@@ -91,7 +91,7 @@ class Mixture(nn.Module):
         """x [sequence (/ tp), batch, hidden]."""
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat, x.shape[1], run.balance)
-        way = route(chosen, self.count, self.group)
+        way = route(chosen, self.count, self.ranks)
         rows, scaled = way.there(flat[way.token]), way.there(weights.flatten()[way.slot].unsqueeze(1))
         made = way.back(self.experts(rows, scaled, way.counts))
         mixed = torch.zeros_like(flat).index_add(0, way.token, made).view_as(x)

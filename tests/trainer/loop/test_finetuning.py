@@ -12,7 +12,8 @@ import megaconv
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, pieces_for
-from megatron_lite.loop.inputs import Feeder
+from megatron_lite.loop.model_types import MODEL_TYPES, Feeder
+from megatron_lite.settings.config import Data, Settings
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, train
 from tests.trainer.loop.test_manners import metrics, refused
@@ -102,7 +103,7 @@ def test_packed_examples_have_the_losses_of_each_alone() -> None:
     learned[bounds[1:] - 1] = True
     pieces = pieces_for(Examples(tokens, learned, bounds, np.zeros(12, bool)), 16)
     engine = make_engine(Case())
-    feeder = Feeder(torch.device("cpu"), 1, 0, reset_position_ids=True, reset_attention_mask=True)
+    feeder = Feeder(MODEL_TYPES["gpt"], Settings(data=Data(finetune_data=("a.jsonl",))), torch.device("cpu"), 1, 0)
 
     def losses(members: list[int]) -> tuple[float, float, int]:
         dataset = FinetuneDataset(pieces, np.array(members), 16, None, 0)

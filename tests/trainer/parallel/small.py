@@ -110,7 +110,14 @@ class Case:
 CPU = torch.device("cpu")
 
 
-def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000, device: torch.device = CPU) -> Engine:
+def make_engine(
+    case: Case,
+    *,
+    overlap: bool = True,
+    bucket_elements: int = 4000,
+    device: torch.device = CPU,
+    bf16_reduce: bool = False,
+) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
         case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
@@ -133,6 +140,7 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
         bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
+        bf16_reduce=bf16_reduce,
     )
     dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
     engine = Engine(

@@ -64,7 +64,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         "bool": ("", True), "int | None": ("3", 3), "int": ("3", 3), "float | None": ("0.5", 0.5), "float": ("0.5", 0.5),
         "str | None": ("word", "word"), "str": ("word", "word"), "tuple[int, ...] | None": ("1 2 3", (1, 2, 3)),
         "tuple[str, ...] | None": ("0.5 a", ("0.5", "a")), "tuple[str, ...]": ("0.5 a", ("0.5", "a")),
-        "tuple[float, ...]": ("0.5 1", (0.5, 1.0)),
+        "tuple[float, ...]": ("0.5 1", (0.5, 1.0)), "tuple[int, ...]": ("1 2 3", (1, 2, 3)),
     }  # fmt: skip
     kind = item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type))
     kind = str(item.type) if "|" in str(item.type) or "[" in str(item.type) else kind
@@ -83,7 +83,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--lr high", "invalid float value: 'high'"),
         ("--normalization Batch", "invalid choice: 'Batch'"),
         ("--dataloader-type=cyclic", "--dataloader-type cyclic is not available"),
-        ("--expert-tensor-parallel-size=8", "--expert-tensor-parallel-size 8 is not available"),
+        ("--moe-token-dispatcher-type=flex", "--moe-token-dispatcher-type flex is not available"),
         ("--hierarchical-context-parallel-sizes 2 2", "a2a within p2p (--cp-comm-type a2a+p2p) can't be had yet"),
         ("--bf16 perhaps", "expected true or false"),
         ("--fp8-format hybrid", "--fp8-format: FP8 can't be had yet"),
@@ -189,7 +189,7 @@ def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -
         ("ckpt_format: zarr", "ckpt_format: choose one of torch_dist, torch"),
         ("- a\n- b", "should be a mapping"),
         ("a: [", "is not YAML"),
-        ("expert_tensor_parallel_size: 4", "--expert-tensor-parallel-size 4 is not available"),
+        ("dataloader_type: cyclic", "--dataloader-type cyclic is not available"),
     ],
 )
 def test_a_yaml_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -255,8 +255,25 @@ def test_sizes_that_fit_are_worked_out() -> None:
     assert uneven.layout.stage_layers == (1, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "world", "etp"),
+    [
+        ("--tp 2 --ep 2", 4, 2),
+        ("--tp 2 --ep 2", 2, 1),
+        ("--tp 2 --ep 2 --etp 1", 4, 1),
+        ("--etp 2", 2, 2),
+        ("--tp 2 --moe-ffn-hidden-size 25", 2, 1),
+    ],
+)
+def test_each_expert_is_shared_as_in_megatron_where_that_fits(words: str, world: int, etp: int) -> None:
+    assert sizes(f"--num-experts 4 --sequence-parallel --swiglu --disable-bias-linear {words}", world).layout.etp == etp
+
+
 IMPOSSIBLE = [
     ("--expert-model-parallel-size 2", 2, "the model has no experts"),
+    ("--expert-tensor-parallel-size 2", 2, "(etp) is 2, but the model has no experts"),
+    ("--num-experts 4 --ep 2 --etp 2", 2, "etp x ep = 2 x 2 = 4 has to divide"),
+    ("--num-experts 4 --etp 0", 2, "etp = 0: parallel sizes have to be 1 or more"),
     ("--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type sinkhorn can't be had yet"),
     ("--moe-aux-loss-coeff 0.1 0.2", 1, "need as many words as numbers"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "2 x 2 = 4"),
