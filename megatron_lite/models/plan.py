@@ -95,6 +95,8 @@ def make_plan(
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
     if config.mtp_layers and config.tie_embeddings:
         raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
+    if config.mtp_layers and options.preference is not None:
+        raise NotExpressible("the model predicts further tokens, which can't be trained on pairs of answers yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(config, layout, ranks, options)

@@ -44,6 +44,14 @@ NOT_YET = {
 }  # fmt: skip
 """Flags of which there is one value only, so far."""
 
+OTHERWISE_CALLED = {
+    "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
+    "--max-length": "--seq-length", "--batch-size": "--global-batch-size", "--output-dir": "--save", "--model": "--load",
+    "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
+    "--beta": "--dpo-beta",
+}  # fmt: skip
+"""Flags of other trainers -> Megatron-LM's for the same, which don't look alike."""
+
 EXAMPLES = {
     "pretrain": """examples:
   python -m megatron_lite pretrain --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \\
@@ -190,7 +198,7 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
-    close = difflib.get_close_matches(word, known, n=1)
+    close = [OTHERWISE_CALLED[word]] if word in OTHERWISE_CALLED else difflib.get_close_matches(word, known, n=1)
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
 
 

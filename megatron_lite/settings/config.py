@@ -318,6 +318,18 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Dpo:
+    """DPO; learn from pairs of answers which of them is preferred"""
+
+    dpo: bool = flag(
+        False, "--finetune-data are pairs of a chosen and a rejected answer; the reference model is --load"
+    )
+    dpo_beta: float = flag(0.1, "how much the reference holds: rewards are beta x log-probabilities over its own")
+    dpo_loss: str = flag("sigmoid", "the loss of a pair", choices=("sigmoid", "hinge", "ipo"))
+    dpo_label_smoothing: float = flag(0.0, "how probable it is that a pair is the wrong way round, below 0.5")
+
+
+@dataclass(frozen=True)
 class Masked:
     """Hidden words, for --model-type bert and t5 on what preprocess --split-sentences made"""
 
@@ -402,6 +414,7 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    dpo: Dpo = Dpo()
     masked: Masked = Masked()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
