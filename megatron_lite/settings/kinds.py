@@ -12,6 +12,7 @@ NO_LAYERS = "its layers have plain attention and a plain MLP"
 OF_ENCODERS: Mapping[str, str] = {
     "mock_data": "there are no random sentences; give --data-path",
     "finetune_data": "examples are for models that predict the next token",
+    "dpo": "it gives no answers that could be compared",
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
     "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
     "mtp_num_layers": "it predicts no further tokens",
@@ -49,7 +50,7 @@ def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
         yield from ((name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name))
         for name, value in _ALONE[kind].items():
             if _asked(settings, name) and _value(settings, name) != value:
-                yield name, f"it has {value} alone"
+                yield name, f"there is code for {'none' if value is False else value} alone"
     others = {name for one, names in OF_MODEL.items() if one != kind for name in names}
     others |= {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
     yield from ((name, "it is about another --model-type") for name in sorted(others) if _asked(settings, name))

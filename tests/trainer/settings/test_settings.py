@@ -87,7 +87,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--moe-token-dispatcher-type=flex", "--moe-token-dispatcher-type flex is not available"),
         ("--hierarchical-context-parallel-sizes 2 2", "a2a within p2p (--cp-comm-type a2a+p2p) can't be had yet"),
         ("--bf16 perhaps", "expected true or false"),
-        ("--fp8-format hybrid", "--fp8-format: FP8 can't be had yet"),
+        ("--decoupled-lr 1", "--decoupled-lr: a learning rate of embedding and head alone can't be had yet"),
         ("7", "is not a flag"),
     ],
 )
@@ -169,11 +169,11 @@ def test_a_bert_is_described_by_megatrons_flags() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model-type bert --cp 2", "--context-parallel-size has no part in a bert: it has 1 alone"),
+        ("--model-type bert --cp 2", "--context-parallel-size has no part in a bert: there is code for 1 alone"),
         ("--model-type bert --num-experts 4", "--num-experts has no part in a bert: its layers have plain attention"),
         ("--model-type bert --reset-attention-mask", "--reset-attention-mask has no part in a bert: its samples are"),
         ("--model-type bert --lora-rank 4", "--lora-rank has no part in a bert: adapters are for decoders so far"),
-        ("--model-type bert --position-embedding-type rope", "it has learned_absolute alone"),
+        ("--model-type bert --position-embedding-type rope", "there is code for learned_absolute alone"),
         ("--model-type bert --mock-data", "there are no random sentences; give --data-path"),
         ("--mask-prob 0.2", "--mask-prob has no part in a gpt: it is about another --model-type"),
         ("--bert-no-binary-head", "--bert-no-binary-head has no part in a gpt"),
@@ -334,6 +334,10 @@ IMPOSSIBLE = [
     ("--cp-comm-type p2p a2a", 1, "--cp-comm-type p2p a2a can't be had"),
     ("--micro-batch-size 0", 1, "--micro-batch-size 0 has to be 1 or more"),
     ("--bf16 --fp16", 1, "contradict each other"),
+    ("--fp8-format hybrid", 1, "--fp8-format goes with --bf16"),
+    ("--fp8-format e4m3 --bf16 --compile", 1, "--fp8-format can't be had with --compile"),
+    ("--fp8-format e4m3 --bf16 --lora-rank 4", 1, "--fp8-format can't be had with adapters"),
+    ("--fp8-format hybrid --bf16 --fp8-recipe mxfp8", 1, "take --fp8-format e4m3"),
     ("--train-samples 10", 1, "not several of them"),
     ("--save-interval 3", 1, "needs --save"),
     ("--resume", 1, "--save, which is missing"),
