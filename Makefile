@@ -12,13 +12,16 @@ unexport PYTHONDONTWRITEBYTECODE
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train test test-slow explore test-gpu trust check benchmark clean
+.PHONY: demo demo-train speedrun test test-slow explore test-gpu trust check benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
 
 demo-train: $(VENV)/.tested
 	PYTHON=$(BIN)/python examples/finetune.sh
+
+speedrun: $(VENV)/.tested
+	PYTHON=$(CURDIR)/$(BIN)/python examples/speedrun.sh
 
 test: $(VENV)/.tested check
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"

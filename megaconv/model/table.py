@@ -137,9 +137,10 @@ class Row:
     shapes: one per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
     names: how a naming scheme spells it, by the scheme's keys (`hf=`, `core_local=` ...; see naming.py).
     tp: the axis that tensor parallelism shards, None where every rank holds a copy.
-    stage: where it lies, in the order of the model: `tower` and `deepstack` (in each layer of a tower beside a language model, and with
-    each of those that it gives the language model's first layers), `first` (with the embedding), `encoder` (in each layer of an encoder), `between` (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in each
-    MTP layer after it).
+    stage: where it lies, in the order of the model: `tower` and `deepstack` (in each layer of a tower beside a language model, and in each
+    part of it that gives to one of the language model's first layers), `first` (with the embedding), `encoder` (in each layer of an
+    encoder), `between` (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in
+    each MTP layer after it).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
     copies: where checkpoints have the tensor again.
     """

@@ -139,8 +139,7 @@ def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str
 
 def _is_turn(engine: Engine, info: ParameterInfo, number: int) -> bool:
     """Whether this rank is the one to save a tensor, of all that hold it."""
-    grid = engine.grid
-    return number % comm.size(grid.group(info.reduced_over)) == grid.rank_along(info.reduced_over)
+    return engine.grid.is_turn(info.reduced_over, number)
 
 
 def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:

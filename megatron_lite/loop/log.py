@@ -16,6 +16,7 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import canonical_shapes
+from megatron_lite.models.preference import FIGURES
 from megatron_lite.settings.config import Logging
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "B200": 2250.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0}
@@ -100,16 +101,25 @@ def line(figures: Mapping[str, Any], total: int | None) -> str:
     """For people."""
     step = f"step {figures['iteration']:>6}" + (f"/{total}" if total else "")
     mfu = f" ({figures['mfu']:.1%} MFU)" if figures["mfu"] else ""
-    others = "".join(f"{name.replace('_', ' ')} {value:.5f} | " for name, value in figures.get("others", {}).items())
+    others = figures.get("others", {})
+    more = rewards(others) or "".join(f" | {name.replace('_', ' ')} {value:.5f}" for name, value in others.items())
     extra = f" | loss scale {figures['loss_scale']:g}" if figures.get("loss_scale", 1.0) != 1.0 else ""
     return (
-        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f} | {others}"
+        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f}{more} | "
         f"lr {figures['learning_rate']:.3e} | grad norm {figures['grad_norm']:.3f}{extra} | {figures['step_seconds'] * 1e3:.0f} ms | "
         f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']} | {figures['tflops']:.2f} TFLOP/s{mfu} | "
         f"{figures['memory_bytes'] / 2**30:.2f} GiB | {duration(figures['seconds_left'])} left"
         + (f" | {figures['skipped']} skipped" if figures.get("skipped") else "")
         + (f" | {figures['empty']} without labels" if figures.get("empty") else "")
     )
+
+
+def rewards(figures: Mapping[str, Any]) -> str:
+    """Of pairs of answers; empty for any other run."""
+    if "reward_accuracy" not in figures:
+        return ""
+    chosen, rejected, margin, accuracy = (figures[name] for name in FIGURES)
+    return f" | rewards {chosen:.4f} chosen, {rejected:.4f} rejected, margin {margin:.4f}, accuracy {accuracy:.1%}"
 
 
 def duration(seconds: float) -> str:

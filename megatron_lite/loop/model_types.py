@@ -36,7 +36,16 @@ class ModelType:
     """What to do where there is no sample."""
 
 
+def _of_pairs(batch: Batch) -> Microbatch:
+    """Rows of pairs one behind another; what fills them up stands behind all that counts, where a decoder doesn't see it."""
+    length, reference = batch["tokens"].shape[-1], batch["reference"]
+    tokens, labels, counting = (batch[name].view(-1, length) for name in ("tokens", "labels", "loss_mask"))
+    return Microbatch(tokens, labels, counting, reference=reference.flatten() if reference.numel() else None)
+
+
 def _of_decoder(batch: Batch, settings: Settings) -> Microbatch:
+    if settings.dpo.dpo:
+        return _of_pairs(batch)
     data, mask = settings.data, batch["loss_mask"]
     packed = data.finetune_data is not None  # examples don't see each other
     return Microbatch(

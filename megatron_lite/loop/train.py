@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron_lite.loop import plot
 from megatron_lite.loop.failure import TrainingError
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.launch import Place, Stop
-from megatron_lite.loop.log import METRICS, Meter, Sink, line
+from megatron_lite.loop.log import METRICS, Meter, Sink, line, rewards
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
 from megatron_lite.loop.profiling import make_profile
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
@@ -59,10 +60,8 @@ class Run:
     """Steps whose gradients weren't finite."""
     empty: int = 0
     """Steps without a label that counts, which changed nothing either."""
-    interval: list[float] = field(default_factory=list)
-    """Losses since the last log line."""
-    other_losses: dict[str, list[float]] = field(default_factory=dict)
-    """The same of what else the model learns from, by name."""
+    interval: list[StepReport] = field(default_factory=list)
+    """Steps since the last log line that changed something."""
     saved: int | None = None
     """The iteration of the last save."""
 
@@ -173,7 +172,7 @@ def _check_replicas(run: Run) -> None:
 
 
 def _advance(run: Run, report: StepReport, size: int) -> None:
-    progress, tokens = run.progress, size * run.sizes.seq
+    progress, tokens = run.progress, size * run.sizes.seq * (2 if run.settings.dpo.dpo else 1)
     run.progress = replace(
         progress,
         iteration=progress.iteration + 1,
@@ -188,20 +187,17 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
     if not report.empty:
         run.losses.append((run.progress.iteration, report.loss))
     if not report.skipped:
-        run.interval.append(report.loss)
-        for name, loss in report.others.items():
-            run.other_losses.setdefault(name, []).append(loss)
+        run.interval.append(report)
 
 
 def _log(run: Run, report: StepReport, lr: float) -> None:
     if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
         return
-    others = {name: sum(losses) / len(losses) for name, losses in run.other_losses.items()} or dict(report.others)
+    steps = run.interval or [report]
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
-        "loss": sum(run.interval) / len(run.interval) if run.interval else report.loss,
-        "others": others,
+        "loss": mean(each.loss for each in steps),
         "grad_norm": report.grad_norm,
         "learning_rate": lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
@@ -211,9 +207,9 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         "device": "GPU" if run.engine.grid.device.type == "cuda" else "process",
         **run.meter.read(run.progress.consumed_samples),
     }
+    others = {name: mean(each.others[name] for each in steps) for name in report.others}
     run.interval.clear()
-    run.other_losses.clear()
-    run.say(line(figures, run.settings.training.train_iters))
+    run.say(line(figures | {"others": others}, run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
 
@@ -248,22 +244,26 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     if dataset is None or not iters:
         return
     first = run.progress.consumed_valid_samples if what == "validation" else 0
-    total = tokens = 0.0
+    totals: dict[str, list[float]] = {}
     for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(iters))):
-        losses, count = run.engine.evaluate(run.feeder.microbatches(batch))
-        total, tokens = total + losses, tokens + count
+        for name, (total, count) in run.engine.evaluate(run.feeder.microbatches(batch)).items():
+            sums = totals.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
     step = run.progress.iteration
     if what == "validation":
         run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
-    if not tokens:
+    means = {name: total / count for name, (total, count) in totals.items() if count}
+    if "loss" not in means:
         run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
         return
-    loss = total / tokens
+    loss = means.pop("loss")
     if what == "validation":
         run.evaluations.append((step, loss))
-    run.say(f"step {step:>6} | {what} loss {loss:.5f} | perplexity {math.exp(min(loss, 700)):.3f}")
+    more = rewards(means) if run.settings.dpo.dpo else f" | perplexity {math.exp(min(loss, 700)):.3f}"
+    run.say(f"step {step:>6} | {what} loss {loss:.5f}{more}")
     for sink in run.sinks if run.place.rank == 0 else ():
-        sink.write(step, {"iteration": step, f"{what}_loss": loss})
+        others = {f"{what}_{name}": value for name, value in means.items()}
+        sink.write(step, {"iteration": step, f"{what}_loss": loss, **others})
     run.meter.restart()
 
 

@@ -34,6 +34,9 @@ class Microbatch:
     """int64 [batch, its own length]: what an encoder reads, in a model that has one; tokens are the decoder's then."""
     source_visible: Tensor | None = None
     """Bool, like source: which of these others see; None: all."""
+    reference: Tensor | None = None
+    """float64 [batch]: the reference model's log-probability of each row's labels that count. Then rows are pairs of a chosen and a
+    rejected answer, one behind the other, to be compared; None: each label counts for itself."""
     types: Tensor | None = None
     """Of a BERT, int64 [batch, sequence]: which of two parts a token belongs to."""
     visible: Tensor | None = None

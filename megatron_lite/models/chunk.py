@@ -17,6 +17,7 @@ from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network import Counted, Network
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
+from megatron_lite.models.preference import compare
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.tensor import Norm
 
@@ -84,6 +85,8 @@ class ModelChunk(Network):
         assert self.output_layer is not None
         weights = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
         (hidden,) = given
+        if run.reference is not None:
+            return self._loss_of_pairs(hidden, weights, run, run.reference)
         total, losses = self.output_layer(hidden, self._shared(), run.labels, weights * run.share)
         found = {"loss": Counted(losses, weights)}
         if self.mtp is not None and torch.is_grad_enabled():
@@ -98,6 +101,21 @@ class ModelChunk(Network):
                 more, losses = self.output_layer(ahead, self._shared(), labels, counting * each)
                 total, found[name] = total + more, Counted(losses, counting)
         return total, found
+
+    def _loss_of_pairs(
+        self, hidden: Tensor, counting: Tensor, run: Pass, reference: Tensor
+    ) -> tuple[Tensor, Mapping[str, "Counted"]]:
+        """The head is computed twice: what a label's loss counts for follows from all losses of its pair."""
+        options = self.plan.options.preference
+        assert self.output_layer is not None
+        assert options is not None
+        with torch.no_grad():
+            _, losses = self.output_layer(hidden, self._shared(), run.labels, counting)
+        compared = compare(losses, counting, reference, options, run.context)
+        weights = counting * compared.weights.unsqueeze(1) * run.share
+        total, _ = self.output_layer(hidden, self._shared(), run.labels, weights)
+        once = float(run.context is None or run.context.rank == 0)  # all context ranks have the same pairs
+        return total, {name: Counted(found, torch.full_like(found, once)) for name, found in compared.figures.items()}
 
     def _embed(self, run: Pass) -> Callable[[Tensor], Tensor]:
         def embed(tokens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
+from megatron_lite.models.fp8 import use_fp8
 from megatron_lite.models.latent_attention import LatentAttention
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.moe.experts import Mixture
@@ -42,6 +43,7 @@ class Layer(Residual):
         mixture = kind.mlp == "experts"
         self.pre_mlp_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if mixture else None
         self.mlp = Mixture(plan, layer) if mixture else MLP(plan)
+        use_fp8(self, plan, layer)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)

@@ -14,7 +14,7 @@ from megatron_lite.parallel.payload import Payload, Wire, Wires
 
 
 class Counted(NamedTuple):
-    """Losses, and how much each of them counts; float32 of one shape, without a gradient."""
+    """Losses of labels or of pairs, and how much each of them counts; of one shape, without a gradient."""
 
     losses: Tensor
     weights: Tensor

@@ -51,7 +51,9 @@ class Pass:
     context: ContextGroup | None = None
     """The ranks that have the other parts of each row; None: this one has all of it."""
     share: float = 0.0
-    """What the loss of each label is multiplied with to go backward from."""
+    """What the loss of each label (or pair) is multiplied with to go backward from."""
+    reference: Tensor | None = None
+    """As Microbatch has it."""
     seed: rng.Seed | None = None
     """Of dropout; None: nothing is dropped."""
     balance: Balance | None = None
@@ -92,7 +94,7 @@ class Passes:
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
-            share, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
+            share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
         )  # fmt: skip
 
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:

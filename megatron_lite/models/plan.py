@@ -73,6 +73,7 @@ NOT_COMPUTED = {
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
+    "expert_latent": "experts that work on a projection of the hidden states",
     "two_ropes": "another base of rope in layers with a window",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
@@ -94,13 +95,11 @@ def make_plan(
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
     if config.mtp_layers and config.tie_embeddings:
         raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
+    if config.mtp_layers and options.preference is not None:
+        raise NotExpressible("the model predicts further tokens, which can't be trained on pairs of answers yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(config, layout, ranks, options)
-        if options.compile:
-            raise NotExpressible(
-                "a mixture of experts can't be compiled yet: how many rows an expert gets changes all the time"
-            )
     return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)
 
 

@@ -77,8 +77,8 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not (precision.bf16 or precision.fp16 or precision.fp32):
         settings = replace(settings, precision=replace(precision, bf16=True))
-    if settings.parallel.context_parallel_size > 1 or settings.lora.wanted:
-        raise NotExpressible("neither context parallelism nor adapters can be planned yet; leave their flags out")
+    if settings.parallel.context_parallel_size > 1 or settings.lora.wanted or settings.dpo.dpo:
+        raise NotExpressible("context parallelism, adapters and --dpo can't be planned yet; leave their flags out")
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
     if config.family in OF_THEIR_OWN:

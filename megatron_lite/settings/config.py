@@ -252,6 +252,22 @@ class Precision:
     min_loss_scale: float = flag(1.0, "the least dynamic loss scale")
     loss_scale_window: int = flag(1000, "steps without overflow after which it doubles")
     hysteresis: int = flag(2, "overflows after which it halves")
+    fp8_format: str | None = flag(
+        None, "multiply layers' matrices in FP8: e4m3, or with gradients in e5m2", choices=("e4m3", "hybrid")
+    )
+    fp8_recipe: str = flag(
+        "delayed", "what shares a scale: a tensor, now (tensorwise) or by earlier steps, or blocks of one",
+        choices=("tensorwise", "delayed", "blockwise", "mxfp8"),
+    )  # fmt: skip
+    fp8_margin: int = flag(0, "powers of two that scales stay below the largest")
+    fp8_amax_history_len: int = flag(1, "steps that delayed scales look back")
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", "which of their largest elements counts", choices=("most_recent", "max")
+    )
+    no_fp8_wgrad: bool = flag(False, "gradients of weights in bf16")
+    first_last_layers_bf16: bool = flag(False, "some layers at both ends in bf16")
+    num_layers_at_start_in_bf16: int = flag(1, "how many at the start")
+    num_layers_at_end_in_bf16: int = flag(1, "how many at the end")
 
 
 @dataclass(frozen=True)
@@ -302,6 +318,18 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Dpo:
+    """DPO; learn from pairs of answers which of them is preferred"""
+
+    dpo: bool = flag(
+        False, "--finetune-data are pairs of a chosen and a rejected answer; the reference model is --load"
+    )
+    dpo_beta: float = flag(0.1, "how much the reference holds: rewards are beta x log-probabilities over its own")
+    dpo_loss: str = flag("sigmoid", "the loss of a pair", choices=("sigmoid", "hinge", "ipo"))
+    dpo_label_smoothing: float = flag(0.0, "how probable it is that a pair is the wrong way round, below 0.5")
+
+
+@dataclass(frozen=True)
 class Masked:
     """Hidden words, for --model-type bert and t5 on what preprocess --split-sentences made"""
 
@@ -345,7 +373,7 @@ class Checkpointing:
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
     transformer_impl: str = flag(
         "transformer_engine",
-        "whose modules (their _extra_state) a checkpoint lists",
+        "whose modules (their _extra_state) a checkpoint lists; and, where it is installed, whether it computes in FP8",
         choices=("transformer_engine", "local"),
     )
     async_save: bool = flag(False, "write while training goes on")
@@ -386,6 +414,7 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    dpo: Dpo = Dpo()
     masked: Masked = Masked()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()

@@ -12,6 +12,7 @@ NO_LAYERS = "its layers have plain attention and a plain MLP"
 OF_ENCODERS: Mapping[str, str] = {
     "mock_data": "there are no random sentences; give --data-path",
     "finetune_data": "examples are for models that predict the next token",
+    "dpo": "it gives no answers that could be compared",
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
     "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
     "mtp_num_layers": "it predicts no further tokens",

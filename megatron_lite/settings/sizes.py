@@ -1,5 +1,6 @@
 """Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
 
+import os
 from dataclasses import dataclass
 
 from megaconv.errors import LayoutError, UsageError
@@ -9,6 +10,7 @@ from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
+from megatron_lite.settings.wording import counted
 
 WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
@@ -53,6 +55,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     """Raises LayoutError or UsageError for anything that can't be."""
     training = settings.training
     check_flags(settings)
+    check_steps(training)
     layout = _layout(settings.parallel, config, world, options)
     seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
@@ -115,7 +118,7 @@ def check_sizes(
     if world % model:
         names, sizes = ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
         raise LayoutError(
-            f"{world} processes can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
+            f"{counted(world, 'process')} can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
         )
     if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
         stages = "+".join(map(str, layout.stage_layers))
@@ -237,6 +240,12 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
     return listed // pp if listed is not None and pp > 1 and listed % pp == 0 else 1
 
 
+def check_steps(training: Training) -> None:
+    """Apart from the other flags: where the model is missing too, that is what is wrong. Raises UsageError."""
+    if not (training.train_iters or training.train_samples or training.epochs):
+        raise UsageError("--train-iters (or --train-samples, or --epochs of --finetune-data) is missing")
+
+
 def check_flags(settings: Settings) -> None:
     """What can be judged without the model. Raises UsageError."""
     training, precision, saving, logging = (
@@ -253,6 +262,7 @@ def check_flags(settings: Settings) -> None:
         "eval_interval": training.eval_interval,
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
         "keep_last": saving.keep_last, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
         "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
@@ -273,7 +283,6 @@ def check_flags(settings: Settings) -> None:
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
-        (not any(lengths), "--train-iters (or --train-samples, or --epochs of --finetune-data) is missing"),
         (sum(map(bool, lengths)) > 1, "give --train-iters, --train-samples or --epochs, not several of them"),
         (training.epochs and not settings.data.finetune_data, "--epochs counts examples: it goes with --finetune-data"),
         (saving.save_interval and not saving.save, "--save-interval needs --save"),
@@ -281,6 +290,12 @@ def check_flags(settings: Settings) -> None:
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
         (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
+        (precision.fp8_format and not precision.bf16, "--fp8-format goes with --bf16, in which everything else is then computed"),
+        (precision.fp8_format and settings.recompute.compile, "--fp8-format can't be had with --compile: scales are kept between products"),
+        (precision.fp8_format and settings.lora.wanted, "--fp8-format can't be had with adapters, which keep to the model's precision"),
+        (precision.fp8_format == "hybrid" and precision.fp8_recipe in ("blockwise", "mxfp8"),
+         f"--fp8-recipe {precision.fp8_recipe} has small blocks, so that gradients are in e4m3 too: take --fp8-format e4m3"),
+        (min(precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) < 0, "layers in bf16 have to be 0 or more"),
         (settings.parallel.grad_reduce_in_bf16 and not precision.bf16, "--grad-reduce-in-bf16 goes with --bf16"),
         (training.manual_gc_interval < 0, f"--manual-gc-interval {training.manual_gc_interval} has to be 0 or more"),
         (training.manual_gc_interval and not training.manual_gc, "--manual-gc-interval goes with --manual-gc"),
@@ -290,7 +305,26 @@ def check_flags(settings: Settings) -> None:
         (logging.profile and logging.use_pytorch_profiler and not (logging.tensorboard_dir or saving.save),
          "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
+        *_of_pairs(settings),
     ]  # fmt: skip
     for wrong, message in refused:
         if wrong:
             raise UsageError(message)
+
+
+def _of_pairs(settings: Settings) -> list[tuple[bool, str]]:
+    """(what is wrong, how it is said) of learning from pairs."""
+    dpo, saving = settings.dpo, settings.checkpointing
+    given = [f"--{name.replace('_', '-')}" for name in vars(dpo) if name in settings.given]
+    if not dpo.dpo:
+        return [(bool(given), f"{' '.join(given[:1])} goes with --dpo")]
+    same = saving.load and saving.save and os.path.realpath(saving.load) == os.path.realpath(saving.save)
+    return [
+        (not settings.data.finetune_data, "--dpo learns from --finetune-data, which is missing"),
+        (saving.load is None, "--dpo needs --load, which is the reference model, also with --resume"),
+        (bool(same), "--dpo: --load is the reference model and has to stay as it is; give another --save"),
+        (dpo.dpo_beta <= 0, f"--dpo-beta {dpo.dpo_beta:g} has to be more than 0"),
+        (not 0 <= dpo.dpo_label_smoothing < 0.5, f"--dpo-label-smoothing {dpo.dpo_label_smoothing:g} has to lie between 0 and 0.5"),
+        (bool(dpo.dpo_label_smoothing) and dpo.dpo_loss != "sigmoid", "--dpo-label-smoothing goes with --dpo-loss sigmoid"),
+        (settings.data.finetune_form is not None, "--finetune-form names a form of examples; pairs have their own, so leave it out"),
+    ]  # fmt: skip

@@ -24,7 +24,7 @@ from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.architecture import OF_THEIR_OWN
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
 from tests.transformers_oracle import MIXTURES, VARIANTS
@@ -239,9 +239,12 @@ def test_layouts_that_experts_can_not_have_are_refused(layout: Layout, message: 
         make_plan(FEATURES["mixtral"], layout, ModelOptions(), TensorGroup(None, 0, layout.tp))
 
 
-def test_a_mixture_is_not_compiled() -> None:
-    with pytest.raises(NotExpressible, match="can't be compiled yet"):
-        make_plan(FEATURES["mixtral"], Layout(stage_layers=(4,)), ModelOptions(compile=True), TensorGroup())
+def test_experts_that_have_biases_or_adapters_are_not_cut() -> None:
+    cut, adapters = Layout(etp=2, stage_layers=(4,)), ModelOptions(lora=LoRA(4, 8.0))
+    with pytest.raises(LayoutError, match="experts with biases can't be sharded"):
+        make_plan(MODELS["gpt_oss"], cut, ModelOptions(), TensorGroup())
+    with pytest.raises(LayoutError, match="adapters are for whole experts"):
+        make_plan(MODELS["mixtral"], cut, adapters, TensorGroup())
 
 
 def test_expert_parallel_sizes_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
