@@ -111,7 +111,8 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
-        place = placed[owned.chunk][owned.name]
+        # Of several names Megatron's optimizer takes the last: those of its modules are in the order in which they were made.
+        place = placed[owned.chunk][(owned.name, *owned.info.second_names)[-1]]
         if _is_ours(owned.info, grid.tp_rank) and (
             engine.optimizer.distributed or _is_turn(engine, owned.info, number)
         ):

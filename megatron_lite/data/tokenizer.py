@@ -14,7 +14,8 @@ from megaconv.errors import UsageError
 from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "BertWordPieceLowerCase", "NullTokenizer")
+BERT_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", *BERT_TYPES, "NullTokenizer")
 
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -63,8 +64,9 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         return NullTokenizer(_needed(options, "vocab_size"))
     if options.type == "GPT2BPETokenizer":
         return _gpt2(_file(options, "vocab_file"), _file(options, "merge_file"))
-    if options.type == "BertWordPieceLowerCase":
-        return _bert(_file(options, "vocab_file"), options.extra_ids)
+    if options.type in BERT_TYPES:
+        lower = options.type == "BertWordPieceLowerCase"
+        return _bert(_file(options, "vocab_file"), options.extra_ids, lower=lower)
     if options.type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_needed(options, "model"))
     return SentencePieceTokenizer(_file(options, "model"), begins=options.type == "Llama2Tokenizer")
@@ -234,8 +236,8 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
     return RustTokenizer(tokenizer, END_OF_TEXT, None, END_OF_TEXT)
 
 
-def _bert(vocab_file: Path, extra_ids: int | None) -> RustTokenizer:
-    """BERT's word pieces, in lower case without accents. A document ends with [SEP]. What is added no text is split into."""
+def _bert(vocab_file: Path, extra_ids: int | None, *, lower: bool) -> RustTokenizer:
+    """BERT's word pieces. lower: in lower case without accents. A document ends with [SEP]; what is added no text is split into."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     words = vocab_file.read_text(encoding="utf-8").splitlines()
@@ -246,7 +248,7 @@ def _bert(vocab_file: Path, extra_ids: int | None) -> RustTokenizer:
         added = ("[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(extra_ids)))
         words += [word for word in added if word not in words]
     tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL])
