@@ -78,6 +78,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "exaone_moe": EXPERTS,
     "bailing_moe2": {**DEEPSEEK, "num_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     "sarvam_moe": {**DEEPSEEK, "num_experts": 4},
+    "sarvam_mla": {**DEEPSEEK, "q_lora_rank": None, "num_experts": 4},
     "hy_v3": {**EXPERTS, "num_nextn_predict_layers": 1},
     "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
     "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1, "head_dim": LATENT["qk_rope_head_dim"]},
