@@ -290,7 +290,10 @@ def test_experts_of_a_predicting_layer_may_be_packed_where_others_are_not_and_th
     hf = with_mtp(write_model(tmp_path / "hf", "qwen3_5_moe"))
     tensors = weights_of(hf)
     other = shutil.copytree(hf, tmp_path / "other")
-    for layer in {*layers, *(["mtp.layers.0", "model.layers.0", "model.layers.1", "model.layers.2"] if together else [])}:
+    for layer in {
+        *layers,
+        *(["mtp.layers.0", "model.layers.0", "model.layers.1", "model.layers.2"] if together else []),
+    }:
         tensors = packed(tensors, layer)
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert megaconv.fingerprint(other).weights == megaconv.fingerprint(hf).weights

@@ -30,7 +30,9 @@ def _renamed(scaling: Any, old: str, new: str) -> Any:
 
 def _read(raw: Raw) -> Fields:
     scaled = ("rope_scaling", "rope_parameters")
-    return _ROPE.read({key: _renamed(value, _OWN_WORD, "yarn") if key in scaled else value for key, value in raw.items()})
+    return _ROPE.read(
+        {key: _renamed(value, _OWN_WORD, "yarn") if key in scaled else value for key, value in raw.items()}
+    )
 
 
 def _write(config: ModelConfig) -> Raw:
@@ -46,7 +48,13 @@ _KEYS = (
     first_dense(1),
     *sigmoid_routing(scale=2.5, groups=1, group_topk=1),
 )
-_ONLY = {"use_qk_norm": True, "moe_router_enable_expert_bias": True, "rope_interleave": True, "attention_bias": False, **SILU}
+_ONLY = {
+    "use_qk_norm": True,
+    "moe_router_enable_expert_bias": True,
+    "rope_interleave": True,
+    "attention_bias": False,
+    **SILU,
+}
 
 FAMILY = Family(
     "sarvam_mla", ("SarvamMLAForCausalLM",), "sarvam_mla", in_core(UNPREDICTING), keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID},
