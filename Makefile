@@ -9,7 +9,7 @@ SOURCES := megaconv loaders savers formats megatron_lite
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train test test-slow explore test-gpu trust check benchmark clean
+.PHONY: demo demo-train test test-slow explore test-gpu trust check docs benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -38,6 +38,9 @@ check: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.tested
+	$(BIN)/python docs/build_reference.py build/docs
+
 benchmark: $(VENV)/.tested
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/trainer.py single
@@ -49,7 +52,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,data,train,zarr,serve]"
+	$(PIP) -e ".[test,oracle,data,docs,train,zarr,serve]"
 	touch $@
 
 clean:

@@ -7,10 +7,12 @@ them: it finds none, as on any CPU. The model is built by Bridge's own load_mega
 layers where the checkpoint asks for Transformer Engine's; common.pt, train_state.pt and all tensors are read by its own code.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,8 +73,10 @@ class _Replacing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def import_bridge() -> None:
     """Core first, so that what it makes of packages that are missing isn't changed by their replacements."""
-
+    for name in ("extensions.transformer_engine", "transformer.transformer_block", "models.gpt.gpt_layer_specs"):
+        importlib.import_module(f"megatron.core.{name}")
     sys.meta_path.append(_Replacing())
+    importlib.import_module("megatron.bridge.training.model_load_save")
 
 
 def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
@@ -91,6 +95,7 @@ def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
     provider, _ = model_load_save.load_model_config(version)
     overrides = {"transformer_layer_spec": _local(provider), "gradient_accumulation_fusion": False}
     overrides |= {"masked_softmax_fusion": False, "bias_activation_fusion": False, "transformer_impl": "local"}
+    overrides |= {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "moe_permute_fusion": False}
     with run_on_cpu(), torch.no_grad(), model_load_save.temporary_distributed_context(backend="gloo"):
         (model,) = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
         ids = torch.from_numpy(np.load(tokens))
@@ -125,4 +130,8 @@ def _local(provider: Any) -> Any:
 if __name__ == "__main__":
     import_bridge()
     for each in map(Path, sys.argv[2:]):
-        print(REPLY + json.dumps(answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))), flush=True)
+        try:
+            reply = answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))
+        except Exception as error:
+            reply = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+        print("\n" + REPLY + json.dumps(reply), flush=True)

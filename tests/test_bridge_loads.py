@@ -31,8 +31,10 @@ pytestmark = [
         reason="megatron-bridge is not installed here, and MEGATRON_BRIDGE_PYTHON names no Python that has it",
     ),
 ]
+LOCAL = {"transformer_impl": "local"}
+"""The oracle builds these layers; of experts their keys are others than Transformer Engine's."""
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("GPTModelProvider", {"transformer_impl": "local", "tp": 2, "pp": 2}),
+    "llama": ("GPTModelProvider", {**LOCAL, "tp": 2, "pp": 2}),
     "llama, tied, rope scaling of llama 3": ("GPTModelProvider", {}),
     "llama, all biases": ("GPTModelProvider", {}),
     "mistral": ("GPTModelProvider", {}),
@@ -42,10 +44,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("GPTModelProvider", {}),
     "gpt2": ("GPTModelProvider", {}),
     "gpt2, exact gelu": ("GPTModelProvider", {}),
-    "qwen3_moe": ("GPTModelProvider", {"ep": 2}),
-    "mixtral": ("GPTModelProvider", {"grouped_experts": True}),
-    "gpt_oss": ("GPTOSSProvider", {}),
-    "deepseek_v3, yarn": ("MLAModelProvider", {}),
+    "qwen3_moe": ("GPTModelProvider", {"ep": 2, **LOCAL}),
+    "mixtral": ("GPTModelProvider", LOCAL),
+    "gpt_oss": ("GPTOSSProvider", LOCAL),
+    "deepseek_v3, yarn": ("MLAModelProvider", LOCAL),
 }
 """Variant -> (the provider that Bridge builds it by, how it is written)."""
 
@@ -83,13 +85,16 @@ def answers(references: References, tmp_path_factory: pytest.TempPathFactory) ->
     said = [json.loads(line.removeprefix(REPLY)) for line in done.stdout.splitlines() if line.startswith(REPLY)]
     assert len(said) == len(written), done.stdout[-2000:] + done.stderr[-4000:]
     assert "Dropping unexpected config keys" not in done.stderr, "Bridge has left out a setting"
-    return {name: (reply, np.load(directory / f"{name}.npy")) for name, reply in zip(MODELS, said, strict=True)}
+    files = {name: directory / f"{name}.npy" for name in MODELS}
+    answered = {name: np.load(file) if file.is_file() else None for name, file in files.items()}
+    return {name: (reply, answered[name]) for name, reply in zip(MODELS, said, strict=True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_bridge_computes_what_transformers_does(name: str, references: References, answers: Any) -> None:
     reply, logits = answers[name]
+    assert "failed" not in reply, reply["trace"]
     reference: Reference = references(name)
     assert (reply["provider"], reply["step"]) == (MODELS[name][0], 1)
     assert abs(logits[..., : reference.logits.shape[-1]] - reference.logits.numpy()).max() < TOLERANCE

@@ -76,4 +76,6 @@ def test_modules_of_other_software_are_refused_by_their_names(tmp_path: Path) ->
     step = write_layer_files("legacy-llama-tp2pp2", tmp_path / "in")
     megaconv.convert(FIXTURES / "legacy-llama-tp2pp2/checkpoint", tmp_path / "hf", saver="hf")
     torch.save({"norm.scale": torch.ones(32)}, step / "layer_90-model_00-model_states.pt")
-    assert_refused(run("fingerprint", step, "--config", tmp_path / "hf"), 3, "layer_90-model_00", "norm.scale", "GPT-NeoX")
+    assert_refused(
+        run("fingerprint", step, "--config", tmp_path / "hf"), 3, "layer_90-model_00", "norm.scale", "GPT-NeoX"
+    )
