@@ -1,7 +1,11 @@
 """Copies in main memory of what is saved while training goes on, in buffers that the next save uses again."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+_CUDA: Any = torch.cuda  # whose classes have no types
 
 
 class Copies:
@@ -15,7 +19,8 @@ class Copies:
         self._buffers: list[Tensor] = []
         """In the order in which a save asks for them, which is the same every time."""
         self._used = 0
-        self._made: torch.cuda.Event | None = None
+        self._made: Any = None
+        """An event of the GPU's, after the last."""
 
     def begin(self) -> None:
         """A new save; the one before has been written."""
@@ -34,8 +39,8 @@ class Copies:
 
     def end(self) -> None:
         """All are asked for."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._made = torch.cuda.Event()
+        if any(buffer.is_pinned() for buffer in self._buffers[: self._used]):
+            self._made = _CUDA.Event()
             self._made.record()
 
     def wait(self) -> None:

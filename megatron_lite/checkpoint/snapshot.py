@@ -249,7 +249,8 @@ def _whole_slots(engine: Engine, *, keep: bool) -> dict[tuple[int, str], dict[st
     own = {(owned.chunk, owned.name): owned for owned in engine.optimizer.ranges()}
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
     for info in (info for of_chunk in engine.infos for info in of_chunk if info.trained):
-        owned, slots = own.get((info.chunk, info.name)), {}
+        owned = own.get((info.chunk, info.name))
+        slots: dict[str, Tensor] = {}
         for slot in _slot_names(info, kind):
             if distributed:
                 slots |= _put_together(engine, info, slot, owned, keep=keep)

@@ -56,7 +56,7 @@ PIECE = 1 << 24
 def pass_on(tensor: Tensor, source: int, group: Group) -> None:
     """tensor, contiguous, becomes that of this rank of the group, piece by piece."""
     if group is not None:
-        for piece in tensor.view(-1).split(PIECE):
+        for piece in torch.split(tensor.view(-1), PIECE):
             dist.broadcast(piece, dist.get_global_rank(group, source), group=group)
 
 
