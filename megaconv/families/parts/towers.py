@@ -112,7 +112,13 @@ def _merger(name: str, hf: str, fc1: str, fc2: str, stage: str) -> tuple[Row, ..
 
 
 def _merger_norm(name: str, hf: str, width: str, stage: str) -> Row:
-    return Row(f"{name}.{{weight|bias}}", (width, width), stage=stage, hf=f"{hf}.{{weight|bias}}", core=f"{name}.{{weight|bias}}")
+    return Row(
+        f"{name}.{{weight|bias}}",
+        (width, width),
+        stage=stage,
+        hf=f"{hf}.{{weight|bias}}",
+        core=f"{name}.{{weight|bias}}",
+    )
 
 
 _PATCH = "tower_hidden tower_channels tower_frames tower_patch tower_patch"
@@ -166,7 +172,9 @@ class Tower:
             )
         for key, value in found.items():
             if type(value) is not int or not 1 <= value <= (LAYERS if key == "depth" else WIDTH):
-                raise CorruptCheckpoint(f"{CONFIG_NAME}: {VISION}.{key} should be a positive number, found {value!r:.60}")
+                raise CorruptCheckpoint(
+                    f"{CONFIG_NAME}: {VISION}.{key} should be a positive number, found {value!r:.60}"
+                )
         heads, hidden = found["num_heads"], found["hidden_size"]
         if hidden % heads or heads % found.get("num_key_value_heads", heads):
             raise CorruptCheckpoint(f"{CONFIG_NAME}: {VISION} can't have {heads} heads in a width of {hidden}")

@@ -122,7 +122,9 @@ class GlobalModel:
                 chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
         _require_one_dtype(chunks)
-        objects = [(called(key), *rest) for key, *rest in _extra_objects([each.name for each in inside], stacked, local)]
+        objects = [
+            (called(key), *rest) for key, *rest in _extra_objects([each.name for each in inside], stacked, local)
+        ]
         if config.whole is not None:
             tower = [each.name.removeprefix(BESIDE) for each in beside if config.whole.builds(each.name)]
             objects += _extra_objects(tower, stacked, local)
