@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
+from megatron_lite.models.fp8 import check_device, delayed_products
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
@@ -25,6 +26,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
+from megatron_lite.parallel.fp8 import end_step
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import Kind, declared
 from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
@@ -83,6 +85,7 @@ class Engine:
         """Of the last step's microbatches."""
         self._balanced = Step()
         tp = grid.layout.tp
+        check_device(options.fp8, grid.device, tp)
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
         kind = network(config.family)
@@ -196,6 +199,7 @@ class Engine:
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             optimizer.step(lr, weight_decay)
+        end_step(list(delayed_products(self.chunks)), [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
             name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
@@ -316,11 +320,11 @@ class Engine:
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
-        own = length // self.grid.cp
+        lengths = Lengths(rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1])
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
+            return with_gradient(chunk.gives(lengths)) if action.backward else chunk.takes(lengths)
 
         return wires
 

@@ -127,6 +127,7 @@ OWN_KEYS: dict[str, Raw] = {
         "n_groups": 2,
         "ssm_state_size": 5,
         "mlp_hidden_act": "relu2",
+        "moe_latent_size": 12,
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,

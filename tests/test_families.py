@@ -101,6 +101,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 3,
         "n_groups": 2,
         "ssm_state_size": 5,
+        "moe_latent_size": 6,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,

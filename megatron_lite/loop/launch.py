@@ -71,6 +71,9 @@ def start(parallel: Parallel, *, deterministic: bool = False) -> Place:
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
+        os.environ.setdefault(
+            "TORCH_GLOO_LAZY_INIT", "1"
+        )  # gloo is for checkpoints then: no socket from each rank to each
         if deterministic:
             force_same_bits()
     if world_size() == 1:

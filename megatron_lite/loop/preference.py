@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start, find_reference
 from megatron_lite.data.batches import GlobalBatches, prefetch
 from megatron_lite.data.finetuning.dataset import PairDataset
@@ -20,12 +19,6 @@ from megatron_lite.settings.sizes import Sizes
 from megatron_lite.settings.wording import counted
 
 Say = Callable[[str], None]
-
-
-def check_decoder(kind: str) -> None:
-    """kind: a word of --model-type. Raises UsageError."""
-    if kind != "gpt":
-        raise UsageError(f"--dpo compares answers, which a {kind} doesn't give")
 
 
 def without_dropout(options: ModelOptions, say: Say) -> ModelOptions:

@@ -209,7 +209,7 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
     }
     others = {name: mean(each.others[name] for each in steps) for name in report.others}
     run.interval.clear()
-    run.say(line(figures | others, run.settings.training.train_iters))
+    run.say(line(figures | {"others": others}, run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
 

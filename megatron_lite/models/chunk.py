@@ -3,7 +3,7 @@
 Activations are [sequence, batch, hidden], or with sequence parallelism this tensor rank's part of the sequence.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,32 @@ from megatron_lite.parallel.tensor import Norm
 
 
 class Stack(nn.Module):
-    """The layers of a chunk, counted from 0, and on the last one the final norm."""
+    """Layers, counted from 0, and where the stack ends the final norm."""
 
-    def __init__(self, plan: Plan, chunk: Chunk) -> None:
+    def __init__(self, plan: Plan, layers: Iterable[nn.Module], *, ends: bool) -> None:
         super().__init__()
-        self.recompute = plan.options.recompute
-        self.layers = nn.ModuleList(Layer(plan, chunk.first_layer + local) for local in range(chunk.layers))
+        self.recompute, normed = plan.options.recompute, ends and plan.config.norm.final
+        self.layers = nn.ModuleList(layers)
         norm = (plan.config.hidden, plan.config.norm.epsilon)
-        self.final_layernorm = Norm(*norm, with_bias=plan.norm_bias) if chunk.is_last else None
+        self.final_layernorm = Norm(*norm, with_bias=plan.norm_bias) if normed else None
         if plan.options.compile:
             for layer in self.layers:
                 setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010  # so that hooks stay outside
 
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
+    def forward(self, x: Tensor, *beside: Tensor | Pass) -> Tensor:
+        """beside: what every layer is handed beside its input."""
+
         def through(layer: nn.Module, x: Tensor) -> Tensor:
-            made: Tensor = layer(x, run)
+            made: Tensor = layer(x, *beside)
             return made
 
         x = recompute.run_layers(list(self.layers), x, through, self.recompute)
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+
+def own_layers(plan: Plan, chunk: Chunk) -> Iterator[Layer]:
+    """Of the only stack, those of a chunk."""
+    return (Layer(plan, chunk.first_layer + local) for local in range(chunk.layers))
 
 
 class ModelChunk(Network):
@@ -51,7 +58,7 @@ class ModelChunk(Network):
         super().__init__(plan, chunk)
         predicts = chunk.is_last and plan.config.mtp_layers > 0
         self.embedding = Embedding(plan) if chunk.is_first or predicts else None
-        self.decoder = Stack(plan, chunk)
+        self.decoder = Stack(plan, own_layers(plan, chunk), ends=chunk.is_last)
         self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and chunk.is_first
         self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None

@@ -60,6 +60,8 @@ class Pass:
     """Of experts; None where nothing goes backward."""
     cache: Cache | None = None
     """Keys and values of the tokens before these; None: there are none."""
+    source: "Pass | None" = None
+    """The encoder's, of what the decoder attends to; None where there is no encoder."""
     types: Tensor | None = None
     visible: Tensor | None = None
     swapped: Tensor | None = None
@@ -87,21 +89,31 @@ class Passes:
         cache: Cache | None = None,
     ) -> Pass:
         """batch: with whole sequences. share, seed, balance, cache: see Pass."""
-        positions, tables = self._places(batch)
+        positions, tables = self._places(batch.tokens, batch.positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
-            share, batch.reference, seed, balance, cache, batch.types, batch.visible, batch.swapped,
+            share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
         )  # fmt: skip
 
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:
         return x if self._context is None else self._context.own_part(x, axis)
 
-    def _places(self, batch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        if batch.positions is not None:
-            return self._at(batch.positions.t())
-        length = batch.tokens.shape[1]
+    def _source(self, batch: Microbatch, seed: rng.Seed | None) -> Pass | None:
+        source, visible = batch.source, batch.source_visible
+        if source is None:
+            return None
+        positions, tables = self._places(source, None)
+        return Pass(
+            source, source, None, positions, tables, seed=None if seed is None else seed.of_source(),
+            visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
+        )  # fmt: skip
+
+    def _places(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if positions is not None:
+            return self._at(positions.t())
+        length = tokens.shape[1]
         if length not in self._whole:
             self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
         return self._whole[length]

@@ -59,7 +59,7 @@ TRAINED = (
     "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
-NETWORKS_OF_THEIR_OWN = ("bert",)
+NETWORKS_OF_THEIR_OWN = ("bert", "t5")
 """Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
@@ -73,6 +73,7 @@ NOT_COMPUTED = {
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
+    "expert_latent": "experts that work on a projection of the hidden states",
     "two_ropes": "another base of rope in layers with a window",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
@@ -99,10 +100,6 @@ def make_plan(
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(config, layout, ranks, options)
-        if options.compile:
-            raise NotExpressible(
-                "a mixture of experts can't be compiled yet: how many rows an expert gets changes all the time"
-            )
     return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)
 
 

@@ -15,7 +15,7 @@ from megaconv.terminal import show
 from megatron_lite.loop.prepare import model_options, optimizer_options
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.architecture import OF_THEIR_OWN, check_against, model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import work_out
@@ -81,6 +81,8 @@ def describe(world: int | None, words: list[str]) -> Described:
         raise NotExpressible("context parallelism, adapters and --dpo can't be planned yet; leave their flags out")
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
+    if config.family in OF_THEIR_OWN:
+        raise NotExpressible(f"a run of a {config.family} can't be planned yet")
     parallel = settings.parallel
     ranks = world or parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return Described(config, work_out(settings, config, options, ranks), options, optimizer_options(settings))

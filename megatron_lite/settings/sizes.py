@@ -9,6 +9,7 @@ from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
+from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
 WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
@@ -46,15 +47,18 @@ class Sizes:
     micro_batch: int
     seq: int
     cp: int = 1
+    decoder_seq: int = 0
+    """Of a T5, whose encoder has `seq`; 0 where there is one stack."""
 
 
 def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, world: int) -> Sizes:
     """Raises LayoutError or UsageError for anything that can't be."""
     training = settings.training
     check_flags(settings)
-    check_length(training)
+    check_steps(training)
     layout = _layout(settings.parallel, config, world, options)
-    seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
     cp = settings.parallel.context_parallel_size
     dp = check_sizes(config, layout, world, options, seq, layout.pp, cp)
     batch = batch_size(training, dp)
@@ -65,7 +69,17 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
                 f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
             )
         check_sizes(config, layout, world, options, seq, size // (micro * dp), cp)
-    return Sizes(layout, dp, batch, micro, seq, cp)
+    if decoder_seq:
+        check_length(config, layout, options, decoder_seq)
+    return Sizes(layout, dp, batch, micro, seq, cp, decoder_seq)
+
+
+def _sequence(training: Training) -> int | None:
+    """Raises UsageError for two lengths of one sequence."""
+    named = training.seq_length, training.encoder_seq_length
+    if None not in named and named[0] != named[1]:
+        raise UsageError(f"--seq-length {named[0]} and --encoder-seq-length {named[1]} are the same length; give one")
+    return named[0] or named[1]
 
 
 def batch_size(training: Training, dp: int) -> BatchSize:
@@ -121,6 +135,19 @@ def check_sizes(
         )
     if cp > 1:
         _check_context(config, layout, options, sequence, cp)
+    check_length(config, layout, options, sequence, cp)
+    if vpp > 1 and microbatches % pp:
+        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
+        use = f"{below} or {above}" if below else str(above)
+        raise LayoutError(
+            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
+        )
+    return world // model
+
+
+def check_length(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int = 1) -> None:
+    """Raises LayoutError for a sequence that can't be shared, or that the model has no positions for."""
+    tp = layout.tp
     if options.sequence_parallel and sequence // cp % tp:
         raise LayoutError(
             f"sequence parallelism shards {sequence // cp} tokens over tp = {tp}; take a sequence that is a multiple of {tp * cp}"
@@ -129,13 +156,6 @@ def check_sizes(
         raise LayoutError(
             f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
         )
-    if vpp > 1 and microbatches % pp:
-        below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
-        use = f"{below} or {above}" if below else str(above)
-        raise LayoutError(
-            f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
-        )
-    return world // model
 
 
 def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
@@ -181,6 +201,9 @@ def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelO
         raise LayoutError(f"{shown}: parallel sizes have to be 1 or more")
     if etp is not None and etp > 1 and not config.experts.count:
         raise LayoutError(f"expert tensor parallel size (etp) is {etp}, but the model has no experts")
+    if config.encoder.layers:
+        return layout_of_two_stacks(parallel, config)
+    check_one_stack(parallel)
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
@@ -217,7 +240,7 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
     return listed // pp if listed is not None and pp > 1 and listed % pp == 0 else 1
 
 
-def check_length(training: Training) -> None:
+def check_steps(training: Training) -> None:
     """Apart from the other flags: where the model is missing too, that is what is wrong. Raises UsageError."""
     if not (training.train_iters or training.train_samples or training.epochs):
         raise UsageError("--train-iters (or --train-samples, or --epochs of --finetune-data) is missing")
@@ -239,6 +262,7 @@ def check_flags(settings: Settings) -> None:
         "eval_interval": training.eval_interval,
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
         "keep_last": saving.keep_last, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
         "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
@@ -266,6 +290,12 @@ def check_flags(settings: Settings) -> None:
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
         (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
         (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
+        (precision.fp8_format and not precision.bf16, "--fp8-format goes with --bf16, in which everything else is then computed"),
+        (precision.fp8_format and settings.recompute.compile, "--fp8-format can't be had with --compile: scales are kept between products"),
+        (precision.fp8_format and settings.lora.wanted, "--fp8-format can't be had with adapters, which keep to the model's precision"),
+        (precision.fp8_format == "hybrid" and precision.fp8_recipe in ("blockwise", "mxfp8"),
+         f"--fp8-recipe {precision.fp8_recipe} has small blocks, so that gradients are in e4m3 too: take --fp8-format e4m3"),
+        (min(precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) < 0, "layers in bf16 have to be 0 or more"),
         (settings.parallel.grad_reduce_in_bf16 and not precision.bf16, "--grad-reduce-in-bf16 goes with --bf16"),
         (training.manual_gc_interval < 0, f"--manual-gc-interval {training.manual_gc_interval} has to be 0 or more"),
         (training.manual_gc_interval and not training.manual_gc, "--manual-gc-interval goes with --manual-gc"),

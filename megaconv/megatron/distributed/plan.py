@@ -29,7 +29,7 @@ from megaconv.model.beside import BESIDE
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
-from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.natives import Region, native_tensors
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.models.moe.grouped import permuted
 from megatron_lite.models.plan import ExpertRanks
 from megatron_lite.parallel import comm
 
@@ -63,6 +64,8 @@ class Route:
     """To those that have the other parts of the same experts; the same rows to each."""
     arrival: Tensor | None = None
     """int64: which of the received rows comes where, sorted by expert; None where they are sorted."""
+    departure: Tensor | None = None
+    """The same the other way round."""
 
     def there(self, x: Tensor) -> Tensor:
         """Rows as they leave -> as this rank's experts take them."""
@@ -70,19 +73,18 @@ class Route:
             x = self.among_experts.there(x)
         if self.among_parts is not None:
             x = self.among_parts.there(x.repeat(len(self.among_parts.sent), 1))
-        return x if self.arrival is None else x[self.arrival]
+        return x if self.arrival is None or self.departure is None else permuted(x, self.arrival, self.departure)
 
     def back(self, y: Tensor) -> Tensor:
         """The other way: what experts, or parts of them, have made of these rows -> the sums over the parts."""
-        if self.arrival is not None:
-            y = y[self.arrival.argsort()]
+        if self.arrival is not None and self.departure is not None:
+            y = permuted(y, self.departure, self.arrival)
         if self.among_parts is not None:
             sent = self.among_parts.sent
             y = self.among_parts.back(y).view(len(sent), sent[0], -1).sum(0) if sent[0] else y[:0]
         return y if self.among_experts is None else self.among_experts.back(y)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def route(chosen: Tensor, experts: int, ranks: ExpertRanks) -> Route:
     """chosen int64 [tokens, k]; the number of experts in place of one that has no room. Collective over both groups."""
     flat = chosen.flatten()
@@ -108,7 +110,9 @@ def route(chosen: Tensor, experts: int, ranks: ExpertRanks) -> Route:
     from_ranks = _sums(of_each[mine * experts : (mine + 1) * experts], here)
     among_experts = None if ranks.experts is None else Hop(ranks.experts, _sums(sent, here), from_ranks)
     among_parts = None if ranks.parts is None else Hop(ranks.parts, [by_part[mine]] * parts, by_part)
-    return replace(found, among_experts=among_experts, among_parts=among_parts, arrival=arrival)
+    return replace(
+        found, among_experts=among_experts, among_parts=among_parts, arrival=arrival, departure=arrival.argsort()
+    )
 
 
 def _sums(numbers: list[int], run: int) -> list[int]:

@@ -30,7 +30,7 @@ CONFIG = from_fields(
         "layers.count": 2, "hidden": 32, "attention.heads": 4, "attention.kv_heads": 4, "attention.head_dim": 8, "mlp.ffn": 64,
         "mlp.activation": "gelu", "mlp.bias": True, "attention.qkv_bias": True, "attention.o_bias": True, "norm.kind": "LayerNorm",
         "norm.epsilon": 1e-5, "mlp.gated": False, "vocab": 176, "max_positions": 64, "positions.kind": "learned",
-        "tie_embeddings": True, "token_types": 2, "head.bias": True, "head.binary": True, "head.activation": "gelu",
+        "tie_embeddings": True, "token_types": 2, "head.binary": True, "head.activation": "gelu",
     },
 )  # fmt: skip
 

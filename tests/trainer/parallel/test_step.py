@@ -252,6 +252,21 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many rows an expert gets changes all the time: the mixture runs as it is, and nothing is traced anew for other numbers."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = Case("mixtral", masked=False, options=(("compile", True),))
+    traced, plain = make_engine(case), make_engine(replace(case, options=()))
+    found = []
+    for number in range(3):
+        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[-1] <= 2, "before the mixture and behind it"
+
+
 def test_with_dropout_all_layers_share_what_was_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is then four graphs: up to the attention, from there to each of its two dropouts, and the sum at its end."""
     from torch._dynamo.utils import counters

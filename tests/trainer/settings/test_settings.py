@@ -12,9 +12,10 @@ import torch
 from megaconv.errors import CheckpointError, LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.loop.launch import start
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.arguments import NOT_YET, REFUSED, WITHOUT_EFFECT, flag_table, make_parser, parse
 from megatron_lite.settings.config import Parallel, flags
+from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes, work_out
 
@@ -86,7 +87,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--moe-token-dispatcher-type=flex", "--moe-token-dispatcher-type flex is not available"),
         ("--hierarchical-context-parallel-sizes 2 2", "a2a within p2p (--cp-comm-type a2a+p2p) can't be had yet"),
         ("--bf16 perhaps", "expected true or false"),
-        ("--fp8-format hybrid", "--fp8-format: FP8 can't be had yet"),
+        ("--decoupled-lr 1", "--decoupled-lr: a learning rate of embedding and head alone can't be had yet"),
         ("7", "is not a flag"),
     ],
 )
@@ -123,6 +124,12 @@ EXAMPLES_OF_MEGATRON = {
         profile-step-start profile-step-end ckpt-format distributed-timeout-minutes save load tensorboard-dir
         fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
         """,
+    "bert 340M": """
+        num-layers hidden-size num-attention-heads seq-length max-position-embeddings attention-backend micro-batch-size
+        global-batch-size train-iters weight-decay clip-grad fp16 lr lr-decay-iters lr-decay-style min-lr lr-warmup-fraction
+        tensor-model-parallel-size pipeline-model-parallel-size data-path vocab-file split log-interval save-interval
+        eval-interval save load eval-iters tensorboard-dir
+        """,
     "mixtral 8x7B": """
         use-mcore-models disable-bias-linear seq-length max-position-embeddings num-layers hidden-size ffn-hidden-size
         num-attention-heads init-method-std attention-dropout hidden-dropout normalization position-embedding-type swiglu
@@ -135,13 +142,47 @@ EXAMPLES_OF_MEGATRON = {
         tensorboard-dir no-load-optim no-load-rng
         """,
 }
-"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama and examples/mixtral."""
+"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama, examples/bert and examples/mixtral."""
 
 
 @pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
 def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
     known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED)
     assert not {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known
+
+
+BERT = "--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --train-iters 1"
+
+
+def test_a_bert_is_described_by_megatrons_flags() -> None:
+    config = model_from_flags(settings(BERT), 100)
+    assert (config.family, config.token_types, config.head.binary, config.max_positions) == ("bert", 2, True, 64)
+    assert (config.mlp.activation, config.head.activation) == ("gelu_tanh", "gelu")
+    config = model_from_flags(settings(f"{BERT} --bert-no-binary-head --no-bias-gelu-fusion"), 100)
+    assert (config.token_types, config.head.binary, config.mlp.activation) == (0, False, "gelu")
+    with pytest.raises(UsageError, match="--bert-no-binary-head False contradicts the checkpoint ckpt, which has True"):
+        check_against(settings("--bert-no-binary-head false"), config, {}, "ckpt")
+    with pytest.raises(UsageError, match="--model-type gpt contradicts the checkpoint, which is a bert"):
+        model_type(settings("--model-type gpt"), config)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model-type bert --cp 2", "--context-parallel-size has no part in a bert: it has 1 alone"),
+        ("--model-type bert --num-experts 4", "--num-experts has no part in a bert: its layers have plain attention"),
+        ("--model-type bert --reset-attention-mask", "--reset-attention-mask has no part in a bert: its samples are"),
+        ("--model-type bert --lora-rank 4", "--lora-rank has no part in a bert: adapters are for decoders so far"),
+        ("--model-type bert --position-embedding-type rope", "it has learned_absolute alone"),
+        ("--model-type bert --mock-data", "there are no random sentences; give --data-path"),
+        ("--mask-prob 0.2", "--mask-prob has no part in a gpt: it is about another --model-type"),
+        ("--bert-no-binary-head", "--bert-no-binary-head has no part in a gpt"),
+    ],
+)
+def test_flags_that_a_kind_of_model_has_no_use_for_are_refused_by_name(words: str, message: str) -> None:
+    asked = settings(words)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_kind(asked, model_type(asked, None))
 
 
 def test_parallel_sizes_have_short_flags() -> None:
@@ -293,6 +334,10 @@ IMPOSSIBLE = [
     ("--cp-comm-type p2p a2a", 1, "--cp-comm-type p2p a2a can't be had"),
     ("--micro-batch-size 0", 1, "--micro-batch-size 0 has to be 1 or more"),
     ("--bf16 --fp16", 1, "contradict each other"),
+    ("--fp8-format hybrid", 1, "--fp8-format goes with --bf16"),
+    ("--fp8-format e4m3 --bf16 --compile", 1, "--fp8-format can't be had with --compile"),
+    ("--fp8-format e4m3 --bf16 --lora-rank 4", 1, "--fp8-format can't be had with adapters"),
+    ("--fp8-format hybrid --bf16 --fp8-recipe mxfp8", 1, "take --fp8-format e4m3"),
     ("--train-samples 10", 1, "not several of them"),
     ("--save-interval 3", 1, "needs --save"),
     ("--resume", 1, "--save, which is missing"),
