@@ -108,8 +108,9 @@ def _bounds(most: int, *, longer: bool) -> NDArray[np.float64]:
     weights = weights / weights.sum(keepdims=True)
     if longer:
         weights = weights[::-1]
-    bounds = (weights / weights.sum(keepdims=True)).cumsum()
-    return bounds / bounds[-1]
+    bounds: NDArray[np.float64] = (weights / weights.sum(keepdims=True)).cumsum()
+    bounds /= bounds[-1]
+    return bounds
 
 
 def _fitting(words: Sequence[list[int]], length: int, room: float) -> list[int]:
