@@ -1,5 +1,8 @@
 """A T5 from sentences to Megatron core: it trains at any layout, goes on to the same bits, is read by core and taken up again."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from tests.megatron_oracle import Megatron
 from tests.trainer.loop.launches import train
 from tests.trainer.loop.test_manners import metrics, refused
 
+ROOT = Path(__file__).parents[3]
 MASKED = Path(__file__).parents[1] / "fixtures" / "masked"
 WORDS = 129
 """Of its vocabulary that are no sentinels."""
@@ -102,6 +106,32 @@ def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up
         train(place, 1, f"finetune --load {name} {DATA} {PLAIN} --transformer-impl local --train-iters 1")
     first, second = figures(place)
     assert first == pytest.approx(second, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"]
+)
+def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: Path) -> None:
+    rate = "--lr-warmup-iters 0 --lr-decay-iters 7"
+    train(place, 2, f"pretrain {T5} {words} {rate} --train-iters 3 --save ckpt --bf16")
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.loop.core_load",
+        str(place / "ckpt" / "iter_0000003"),
+        "1",
+        str(place / "meeting"),
+    ]
+    environment = os.environ | {
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "0",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tensors and their optimizer state" in done.stdout
 
 
 def test_a_checkpoint_of_stages_says_that_it_has_none(place: Path) -> None:
