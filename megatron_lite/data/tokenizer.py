@@ -4,12 +4,15 @@ Their packages are imported when a tokenizer is built, and only the one that it 
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.regular_files import check_size
 from megaconv.errors import UsageError
 from megatron_lite.data.packages import package
 
@@ -17,6 +20,11 @@ SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentence
 BERT_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", *BERT_TYPES, "NullTokenizer")
 
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""That transformers reads whole."""
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -84,6 +92,7 @@ def _file(options: TokenizerOptions, field: str) -> Path:
     path = Path(_needed(options, field))
     if not path.is_file():
         raise CorruptCheckpoint(f"{path}: no such file; --tokenizer-type {options.type} reads its vocabulary there")
+    check_size(path, SIDECAR_BYTES)
     return path
 
 
@@ -141,6 +150,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, place: str) -> None:
         transformers = package("transformers", "this tokenizer")
+        for name in FILES:
+            if os.path.lexists(path := Path(place) / name):  # else it is a name on the Hub, or one of other files
+                check_size(path, SIDECAR_BYTES)
         try:
             self.inner: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever its many formats raise
