@@ -50,7 +50,7 @@ def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
         yield from ((name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name))
         for name, value in _ALONE[kind].items():
             if _asked(settings, name) and _value(settings, name) != value:
-                yield name, f"it has {value} alone"
+                yield name, f"it has {value} alone" if value else "there is no code for it"
     others = {name for one, names in OF_MODEL.items() if one != kind for name in names}
     others |= {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
     yield from ((name, "it is about another --model-type") for name in sorted(others) if _asked(settings, name))
