@@ -118,6 +118,8 @@ def train(run: Run) -> None:
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        if run.place.heartbeat is not None:
+            run.place.heartbeat.step(run.progress.iteration)
         garbage.after(run.progress.iteration)
         _check_replicas(run)
         _log(run, report, lr)
