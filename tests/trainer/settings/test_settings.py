@@ -226,6 +226,8 @@ def test_a_t5_that_can_not_be_shared_out_is_refused(words: str, message: str) ->
     [
         ("--model-type t5 --cp 2", "--context-parallel-size has no part in a t5: there is code for 1 alone"),
         ("--model-type t5 --num-experts 4", "--num-experts has no part in a t5: its layers have plain attention"),
+        ("--model-type t5 --fp8-format hybrid", "--fp8-format has no part in a t5: there is no code for it"),
+        ("--model-type t5 --compile", "--compile has no part in a t5: there is no code for it; leave it out"),
         ("--model-type t5 --lora-rank 4", "--lora-rank has no part in a t5: adapters are for decoders so far"),
         ("--model-type t5 --finetune-data x", "--finetune-data has no part in a t5: examples are for models"),
         ("--vocab-extra-ids 5", "--vocab-extra-ids has no part in a gpt: it is about another --model-type"),
