@@ -151,10 +151,14 @@ REFUSED = {
         ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
         "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net",
     ),
-    "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens, which an indexer with projections and norms of its own chooses",
+    "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens that an indexer of its own kind chooses",
     "Ernie4_5_VLMoeForConditionalGeneration": "its layers have experts for images beside those for text, of another width",
     **dict.fromkeys(
-        ("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration", "Qwen3ASRForConditionalGeneration"),
+        (
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3ASRForConditionalGeneration",
+        ),
         "its language model lies in a `thinker` beside towers for sound (and one that talks), of which no names in Megatron are known",
     ),
     **dict.fromkeys(
