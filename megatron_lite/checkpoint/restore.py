@@ -80,6 +80,12 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     return _open(saving.load, settings, continued=not weights_alone)
 
 
+def find_reference(settings: Settings) -> Start:
+    """The weights of --load, whatever --save holds. Raises CheckpointError."""
+    assert settings.checkpointing.load is not None
+    return _open(settings.checkpointing.load, settings, continued=False)
+
+
 def _check_base(settings: Settings, saved: Path | None) -> None:
     """Of a run that trains adapters. Raises UsageError."""
     saving = settings.checkpointing
