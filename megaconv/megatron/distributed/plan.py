@@ -30,7 +30,7 @@ from megaconv.model.beside import BESIDE
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
-from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.natives import Region, native_tensors
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 
@@ -117,8 +117,9 @@ class GlobalModel:
         inside = [native for native in natives if not native.name.startswith(BESIDE)]
         beside = [native for native in natives if native.name.startswith(BESIDE)]
         for native in chain(beside, *map(pieces, inside)):
-            key, place = stack(native.name, layers=stacked, local=renamed)
-            key = called(key)
+            name = native.name.removeprefix(BESIDE)
+            key, place = stack(name, layers=stacked, local=renamed)
+            key = called(key) if name == native.name else key
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
             slots = () if native.copy else optimizer.tensors(native)
@@ -126,7 +127,12 @@ class GlobalModel:
                 chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
         _require_one_dtype(chunks)
-        objects = [(called(key), *rest) for key, *rest in _extra_objects(inside, stacked, local)]
+        objects = [
+            (called(key), *rest) for key, *rest in _extra_objects([each.name for each in inside], stacked, local)
+        ]
+        if config.whole is not None:
+            tower = [each.name.removeprefix(BESIDE) for each in beside if config.whole.builds(each.name)]
+            objects += _extra_objects(tower, stacked, local)
         return cls(stacked, chunks, shapes, objects)
 
 
@@ -139,8 +145,7 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
             )
 
 
-def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
-    names = [native.name for native in natives]
+def _extra_objects(names: list[str], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     known = extra_states(names, CORE_LOCAL if local else CORE)
     # Of the head GPTModel leaves it out, MambaModel doesn't.
     with_head = "decoder.final_norm.weight" in names
