@@ -18,7 +18,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.slots import Feed, Scored, judge
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.chunk import ModelChunk
+from megatron_lite.models.network import Network
 from megatron_lite.parallel import comm
 
 _HEAD = 256
@@ -220,7 +220,7 @@ class EngineModel:
             self.engine.last_stage(Microbatch(nothing, nothing))
         return self._to_first(torch.cat(found).to(self.grid.device))
 
-    def _judge(self, chunk: ModelChunk, hidden: Tensor, place: int, row: list[int], into: Tensor) -> None:
+    def _judge(self, chunk: Network, hidden: Tensor, place: int, row: list[int], into: Tensor) -> None:
         """One row of a batch, so many tokens at a time that their logits have room."""
         tokens = torch.tensor(row[1:], device=hidden.device)
         for first in range(0, len(tokens), _BLOCK):

@@ -1,4 +1,4 @@
-"""Causal attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
+"""Attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
 
 import inspect
 from dataclasses import replace
@@ -32,9 +32,12 @@ def attend(
     """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
 
     Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
-    tokens, of its own document. Where there are more keys than queries they are a cache's: key j is that of position j.
+    tokens, of its own document. In a pass that says which tokens are visible it sees those, before and behind. Where there are
+    more keys than queries they are a cache's: key j is that of position j.
     scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
     """
+    if run.visible is not None:
+        return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
         return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
     if len(k) != len(q):
@@ -59,9 +62,9 @@ def _with_others(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
+    """Where other ranks have the other tokens. Without dropout: sizes.py refuses it."""
     if ranks.how != "a2a":
-        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks)
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window)
         return across
     q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
     sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
@@ -147,9 +150,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, s
     batch_first = (x.transpose(0, 1) for x in (q, k, v))
     back = _back(window)
     out: Tensor = flash_attn_func(
-        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=True
+        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=exact()
     )
     return out.transpose(0, 1)
+
+
+def exact() -> bool:
+    """Whether kernels have to give the same bits twice (--deterministic-mode); the backward pass of flash-attn is slower so."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _back(window: int | None) -> tuple[int, int]:
@@ -215,7 +223,7 @@ def _flash_packed(
     ends, longest = packed.cu_seqlens, packed.longest
     out: Tensor = flash_attn_varlen_func(
         *map(_row_after_row, (q, k, v)), ends, ends, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True,
-        window_size=_back(window), deterministic=True,
+        window_size=_back(window), deterministic=exact(),
     )  # fmt: skip
     return _rows_again(out, q)
 

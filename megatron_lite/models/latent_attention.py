@@ -11,16 +11,17 @@ import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
+from megatron_lite.models import rng
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
 from megatron_lite.models.self_attention import attended
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.product import PLAIN, Product
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, adapted
 
 
@@ -32,10 +33,11 @@ class WholeLinear(nn.Module):
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.weight = nn.Parameter(torch.empty(out, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(F.linear(x, self.weight), self.adapter, x)
+        return adapted(self.product.linear(x, self.weight), self.adapter, x)
 
 
 class LatentAttention(nn.Module):
@@ -45,6 +47,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         config, latent, heads = plan.config, plan.config.latent, plan.sizes["heads"]
         self.layer, self.ranks, self.options, self.latent, self.heads = layer, plan.ranks, plan.options, latent, heads
+        self.at = rng.At(layer, rng.ATTENTION)
         self.nope, self.window = config.attention.head_dim - latent.rope_dim, plan.kind(layer).window
         self.scale = scale_of_scores(config)
         width, direct = heads * config.attention.head_dim, not latent.q_rank
@@ -77,7 +80,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k, rotating.expand(*k.shape[:3], rope)), -1)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v, run.positions)
-        mixed = attended(q, k, v, run, self.layer, self.ranks, self.options, window=self.window, scale=self.scale)
+        mixed = attended(q, k, v, run, self.at, self.ranks, self.options, window=self.window, scale=self.scale)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 

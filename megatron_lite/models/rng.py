@@ -13,11 +13,12 @@ from torch import Tensor
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.tensor import TensorGroup
 
-ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING = range(4)
+ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING, AFTER_CROSS_ATTENTION = range(5)
 """Places in a layer."""
 LORA = 1 << 16
 """From here on those of adapters."""
 
+_SOURCE = 1
 _MASK = (1 << 64) - 1
 
 
@@ -32,6 +33,15 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+class At:
+    """A place in the model: a layer, and which of its places. A class of its own so that torch.compile, which would compile each
+    layer anew for its number, never looks into it.
+    """
+
+    def __init__(self, layer: int, place: int) -> None:
+        self.layer, self.place = layer, place
+
+
 class Seed:
     """Of one pass of one microbatch. Mutable on purpose: torch.compile doesn't guard what it never reads."""
 
@@ -39,13 +49,17 @@ class Seed:
         """context: the ranks that share each sequence."""
         self.value, self._context = mix(*numbers), context
 
+    def of_source(self) -> "Seed":
+        """Another one, for an encoder, whose layers are counted from 0 as the decoder's are."""
+        return Seed(self.value, _SOURCE, context=self._context)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def drop(self, x: Tensor, probability: float, layer: int, place: int, ranks: TensorGroup) -> Tensor:
+    def drop(self, x: Tensor, probability: float, at: At, ranks: TensorGroup) -> Tensor:
         """x [sequence (/ cp, / tp), batch, width] with some elements 0 and the others scaled up.
 
         Drawn for the whole sequence on every rank, so that ranks agree on it whether they share it or not.
         """
-        generator = torch.Generator(x.device).manual_seed(mix(self.value, layer, place))
+        generator = torch.Generator(x.device).manual_seed(mix(self.value, at.layer, at.place))
         context = self._context
         length = x.shape[0] * (ranks.size if ranks.sequence else 1) * (context.size if context is not None else 1)
         kept = x.new_empty(length, *x.shape[1:]).bernoulli_(1 - probability, generator=generator)
@@ -53,8 +67,8 @@ class Seed:
         return x * (ranks.own_part(own) / (1 - probability))
 
     @contextmanager
-    def for_attention(self, layer: int, ranks: TensorGroup, device: torch.device) -> Iterator[None]:
+    def for_attention(self, at: At, ranks: TensorGroup, device: torch.device) -> Iterator[None]:
         """torch's own generator, from which attention draws, seeded for this place, and afterwards as it was."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(mix(self.value, layer, ATTENTION, ranks.rank))
+            torch.manual_seed(mix(self.value, at.layer, at.place, ranks.rank))
             yield

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.models import rng
 from megatron_lite.models.attention import attend
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
@@ -30,6 +31,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         config, sizes = plan.config, plan.sizes
         self.layer, self.ranks, self.options, self.head_dim = layer, plan.ranks, plan.options, config.attention.head_dim
+        self.at = rng.At(layer, rng.ATTENTION)
         self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
         self.window, self.rotates = plan.kind(layer).window, plan.kind(layer).rotates
         self.interleaved = config.positions.interleaved
@@ -59,7 +61,7 @@ class SelfAttention(nn.Module):
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v, run.positions)
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
-        mixed = attended(q, k, v, run, self.layer, self.ranks, self.options, window=self.window, sinks=sinks)
+        mixed = attended(q, k, v, run, self.at, self.ranks, self.options, window=self.window, sinks=sinks)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 
@@ -69,7 +71,7 @@ def attended(
     k: Tensor,
     v: Tensor,
     run: Pass,
-    layer: int,
+    at: rng.At,
     ranks: TensorGroup,
     options: ModelOptions,
     *,
@@ -81,5 +83,14 @@ def attended(
     how: Any = {"window": window, "backend": options.attention, "scale": scale, "sinks": sinks}
     if run.seed is None or not options.attention_dropout:
         return attend(q, k, v, run, **how)
-    with run.seed.for_attention(layer, ranks, q.device):
-        return attend(q, k, v, run, dropout=options.attention_dropout, **how)
+    found: Tensor = _dropping(q, k, v, run, at, ranks, options.attention_dropout, how)
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _dropping(
+    q: Tensor, k: Tensor, v: Tensor, run: Pass, at: rng.At, ranks: TensorGroup, dropout: float, how: dict[str, Any]
+) -> Tensor:
+    assert run.seed is not None
+    with run.seed.for_attention(at, ranks, q.device):
+        return attend(q, k, v, run, dropout=dropout, **how)

@@ -43,10 +43,14 @@ class Bucket:
     """What this rank updates."""
     group: ProcessGroup | None
     distributed: bool
+    sent_as: torch.dtype
+    """In which gradients go from rank to rank, and are summed there."""
     missing: int = 0
     """Gradients that the last backward pass has not brought yet."""
     launched: bool = False
     reducing: Work | None = None
+    sent: Tensor | None = None
+    """The gradients on their way, where not themselves are."""
     gathering: Work | None = None
     written: set[str] = field(default_factory=set)
     """Parameters whose gradients are of this step; what the others hold is of an older one."""
@@ -65,11 +69,13 @@ class Bucket:
             if member.info.name not in self.written:
                 self.gradients[member.start : member.end].zero_()
         self.launched = True
+        if self.group is not None and self.sent_as != self.gradients.dtype:
+            self.sent = self.gradients.to(self.sent_as)
+        whole = self.gradients if self.sent is None else self.sent
         if self.distributed:
-            part = self.gradients[self.own]
-            self.reducing = comm.reduce_scatter(part, self.gradients, self.group, later=True)
+            self.reducing = comm.reduce_scatter(whole[self.own], whole, self.group, later=True)
         else:
-            self.reducing = comm.all_reduce(self.gradients, self.group, later=True)
+            self.reducing = comm.all_reduce(whole, self.group, later=True)
 
     def finish(self) -> None:
         """Afterwards `gradients[own]` is the sum."""
@@ -77,6 +83,9 @@ class Bucket:
             self.launch()
         comm.wait(self.reducing)
         self.reducing = None  # gloo keeps a copy of the bucket as long as this lives
+        if self.sent is not None:
+            self.gradients[self.own] = self.sent[self.own]
+            self.sent = None
 
     def gather(self) -> None:
         """Start to fetch the other ranks' parts of the parameters."""
@@ -109,6 +118,7 @@ class ChunkBuckets:
         bucket_elements: int,
         distributed: bool,
         overlap: bool,
+        sent_as: torch.dtype = torch.float32,
     ) -> None:
         """chunk: on the meta device, with trained parameters of these names and shapes, in the order of a forward pass.
 
@@ -119,7 +129,8 @@ class ChunkBuckets:
         """In the order of a forward pass."""
         self._of: dict[int, Bucket] = {}
         for members, used in fill(list(infos), bucket_elements):
-            bucket = _make(members, used, dtype, device, groups(members[0].info.reduced_over), distributed=distributed)
+            group = groups(members[0].info.reduced_over)
+            bucket = _make(members, used, dtype, device, group, distributed=distributed, sent_as=sent_as)
             self.buckets.append(bucket)
             for member in members:
                 view = bucket.data[member.start : member.end].view(member.info.native.shape)
@@ -173,7 +184,14 @@ class ChunkBuckets:
 
 
 def _make(
-    members: list[Member], used: int, dtype: torch.dtype, device: torch.device, group: comm.Group, *, distributed: bool
+    members: list[Member],
+    used: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: comm.Group,
+    *,
+    distributed: bool,
+    sent_as: torch.dtype,
 ) -> Bucket:
     ranks = comm.size(group)
     size = padded(used, ranks)
@@ -182,7 +200,7 @@ def _make(
     own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
     data = torch.zeros(size, dtype=dtype, device=device)
     gradients = torch.zeros(size, dtype=torch.float32, device=device)
-    return Bucket(members, data, gradients, own, group, distributed and group is not None)
+    return Bucket(members, data, gradients, own, group, distributed and group is not None, sent_as)
 
 
 def fill(infos: Sequence[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:

@@ -27,6 +27,12 @@ def all_reduce(tensor: Tensor, group: Group, *, later: bool = False) -> Work | N
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=later)
 
 
+def largest(tensor: Tensor, group: Group) -> None:
+    """Each element becomes the largest of all ranks."""
+    if group is not None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
 def reduce_scatter(part: Tensor, whole: Tensor, group: Group, *, later: bool = False) -> Work | None:
     """part, which may lie in whole, becomes this rank's 1/n of the sum."""
     if group is None:
@@ -47,6 +53,17 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> None:
     """tensor becomes that of a global rank."""
     if group is not None:
         dist.broadcast(tensor, source, group=group)
+
+
+PIECE = 1 << 24
+"""Elements that are passed on at one time: a backend may keep a copy of as many."""
+
+
+def pass_on(tensor: Tensor, source: int, group: Group) -> None:
+    """tensor, contiguous, becomes that of this rank of the group, piece by piece."""
+    if group is not None:
+        for piece in torch.split(tensor.view(-1), PIECE):
+            dist.broadcast(piece, dist.get_global_rank(group, source), group=group)
 
 
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:

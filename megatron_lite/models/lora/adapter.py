@@ -59,8 +59,11 @@ class Adapter(nn.Module):
     ) -> None:
         """out: rows of the rank's matrix, of which some may have no adapter. place: layer, and number in it; for dropout."""
         super().__init__()
-        self.options, self.sharding, self.place, self.out = options, sharding, place, out
+        self.options, self.sharding, self.out = options, sharding, out
         self.ranks = TensorGroup() if sharding is Sharding.EXPERTS else ranks
+        layer, number = place
+        of_rank = rng.LORA * (1 + self.ranks.rank) if sharding is Sharding.ROWS else 0
+        self.at = rng.At(layer, rng.LORA + number + of_rank)
         self.pairs = nn.ModuleDict({share.module.key: Pair(share, options.rank, sharding) for share in shares})
         self.rows = [row for share in shares for run in share.rows for row in range(run.local, run.local + run.size)]
         self.seed: rng.Seed | None = None
@@ -90,9 +93,6 @@ class Adapter(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.options.dropout:
             return x
-        layer, number = self.place
-        ranks = self.ranks
-        if self.sharding is Sharding.ROWS:  # the whole sequence, columns of its own
-            number, ranks = number + rng.LORA * (1 + self.ranks.rank), TensorGroup()
-        dropped: Tensor = self.seed.drop(x, self.options.dropout, layer, rng.LORA + number, ranks)
+        whole = self.sharding is Sharding.ROWS  # the whole sequence, columns of its own
+        dropped: Tensor = self.seed.drop(x, self.options.dropout, self.at, TensorGroup() if whole else self.ranks)
         return dropped

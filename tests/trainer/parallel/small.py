@@ -52,6 +52,7 @@ MODELS = {
     "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
     "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
     "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
+    "further tokens": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2}),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }
@@ -110,7 +111,14 @@ class Case:
 CPU = torch.device("cpu")
 
 
-def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000, device: torch.device = CPU) -> Engine:
+def make_engine(
+    case: Case,
+    *,
+    overlap: bool = True,
+    bucket_elements: int = 4000,
+    device: torch.device = CPU,
+    bf16_reduce: bool = False,
+) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
         case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
@@ -133,6 +141,7 @@ def make_engine(case: Case, *, overlap: bool = True, bucket_elements: int = 4000
         bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
+        bf16_reduce=bf16_reduce,
     )
     dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
     engine = Engine(

@@ -1,12 +1,16 @@
 """What is communicated when: buckets in the order of the model, started in one order, waited for when they are needed."""
 
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.engine import Engine
+from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import Bucket
-from tests.trainer.parallel.small import Case, batches, make_engine
+from tests.trainer.parallel.small import Case, batches, make_engine, step
+from tests.trainer.parallel.worlds import World
 
 
 def layers_in(bucket: Bucket) -> set[str]:
@@ -86,3 +90,37 @@ def remember(launched: list[int], before_end: list[int], finish: object) -> None
     before_end.extend(launched)
     assert callable(finish)
     finish()
+
+
+def _bf16_on_the_way(_rank: int, distributed: bool) -> tuple[list[float], set[torch.dtype]]:
+    sent: set[torch.dtype] = set()
+    reduce_scatter, all_reduce = comm.reduce_scatter, comm.all_reduce
+
+    def scattering(part: torch.Tensor, whole: torch.Tensor, *rest: Any, **how: Any) -> Any:
+        sent.add(whole.dtype)
+        return reduce_scatter(part, whole, *rest, **how)
+
+    def reducing(tensor: torch.Tensor, group: Any, *, later: bool = False) -> Any:
+        sent.update([tensor.dtype] if later else [])
+        return all_reduce(tensor, group, later=later)
+
+    case = Case("qwen3", dp=2, distributed=distributed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "reduce_scatter", scattering)
+        patch.setattr(comm, "all_reduce", reducing)
+        engine = make_engine(case, bf16_reduce=True)
+        losses = [step(engine, case, number).loss for number in range(3)]
+        engine.finish()
+        engine.grid.close()
+    return losses, sent
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_gradients_are_sent_in_bf16_where_that_was_asked_for(world: World, distributed: bool) -> None:
+    expected = [
+        step(alone, Case("qwen3"), number).loss for alone in [make_engine(Case("qwen3"))] for number in range(3)
+    ]
+    for losses, sent in world.run(2, _bf16_on_the_way, distributed):
+        assert sent == {torch.bfloat16}
+        assert losses == pytest.approx(expected, rel=1e-3)
+        assert losses != pytest.approx(expected, rel=1e-9)

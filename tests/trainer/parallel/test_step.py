@@ -1,18 +1,24 @@
 """What one pass makes of its batch: documents, masks, padding, windows, recomputation, dropout."""
 
+import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
+from megatron_lite.models.attention import flash
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.loss import _gpu_rows
 from megatron_lite.models.rng import mix
 from tests.trainer.parallel.small import (
     BLOCK,
@@ -61,7 +67,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_microbatches() -> None:
     case = Case("qwen3")
     engine = make_engine(case)
     own = list(batches(case, 0))
-    loss_sum, tokens = engine.evaluate(own)
+    loss_sum, tokens = engine.evaluate(own)["loss"]
     report = engine.train_step(own, 0.0)
     assert report.tokens == tokens == sum(float(batch.loss_mask.sum()) for batch in own if batch.loss_mask is not None)
     assert report.loss == pytest.approx(loss_sum / tokens, rel=1e-12)
@@ -176,7 +182,7 @@ def weights_after_steps(_rank: int, case: Case, overlap: bool) -> dict[str, torc
 
 def evaluated(_rank: int, case: Case, count: int) -> tuple[float, float]:
     engine = make_engine(case)
-    found = engine.evaluate(own_batches(case, 0, engine)[:count])
+    found = engine.evaluate(own_batches(case, 0, engine)[:count])["loss"]
     engine.grid.close()
     return found
 
@@ -244,6 +250,87 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
         assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many rows an expert gets changes all the time: the mixture runs as it is, and nothing is traced anew for other numbers."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = Case("mixtral", masked=False, options=(("compile", True),))
+    traced, plain = make_engine(case), make_engine(replace(case, options=()))
+    found = []
+    for number in range(3):
+        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[-1] <= 2, "before the mixture and behind it"
+
+
+def test_with_dropout_all_layers_share_what_was_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is then four graphs: up to the attention, from there to each of its two dropouts, and the sum at its end."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    dropout = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
+    case = Case("qwen3", masked=False, options=(("compile", True), *dropout))
+    traced, plain = make_engine(case), make_engine(replace(case, options=dropout))
+    for number in range(2):
+        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+class Waits(TorchFunctionMode):
+    """What makes a program wait for a GPU, or would if its tensors were on one; seen on a CPU."""
+
+    WAITS = ("item", "tolist", "numpy", "cpu", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in self.WAITS or (func is torch.tensor and "device" in kwargs):
+            self.found.append(name)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gpt2"])
+def test_a_step_waits_once_for_its_device(model: str) -> None:
+    case = Case(model, options=(("hidden_dropout", 0.1), ("attention_dropout", 0.1)))
+    engine, microbatches = make_engine(case), list(batches(case, 0))
+    with Waits() as waits:
+        engine.train_step(microbatches, lr=1e-3, weight_decay=0.1, signals=(0.0, 1.0))
+    assert waits.found == ["tolist"]
+
+
+def test_logits_of_as_many_tokens_exist_as_fit_a_gpu() -> None:
+    h200, l4 = 141 << 30, 24 << 30
+    assert _gpu_rows(h200, 128_256) == 512
+    assert _gpu_rows(h200, 128_256 // 8) == 4608
+    assert _gpu_rows(h200, 4000) == 16384
+    assert _gpu_rows(l4, 262_144) == 256
+
+
+def test_flash_attention_is_only_made_deterministic_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def kernel(q: torch.Tensor, *_: Any, deterministic: bool, **__: Any) -> torch.Tensor:
+        asked.append(deterministic)
+        return q
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=kernel))
+    x = torch.zeros(4, 1, 2, 8)
+    flash(x, x, x, None, 0.0, None)
+    try:
+        torch.use_deterministic_algorithms(True)
+        flash(x, x, x, None, 0.0, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True]
 
 
 @pytest.mark.slow
