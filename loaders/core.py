@@ -50,7 +50,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     else:
         source = open_ranks(path, options, legacy=False)
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
-    naming = _with_indexer(naming_of(names), names, source.args, options.extra)
+    # A language model without norms before its sublayers doesn't show whose layers it is made of, its tower does.
+    beside = [name for held in source.ranks.beside.values() for name in held]
+    naming = _with_indexer(naming_of([*names, *beside]), names, source.args, options.extra)
     described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
     described += f" of {source.writer}" if source.writer else ""
     naming = _with_out_norm(naming, names, source.args, options.extra.get("out_norm"), distributed=distributed)

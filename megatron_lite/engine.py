@@ -10,18 +10,23 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
-from megatron_lite.models.chunk import Counted, ModelChunk
+from megatron_lite.models.fp8 import check_device, delayed_products
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
+from megatron_lite.models.network import Network
+from megatron_lite.models.networks import network
 from megatron_lite.models.passes import Pass, Passes
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.plan import ExpertRanks, make_plan
+from megatron_lite.models.preference import LOSSES
+from megatron_lite.models.totals import LossSum, RowSums, places
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
+from megatron_lite.parallel.fp8 import end_step
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import Kind, declared
 from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
@@ -42,9 +47,9 @@ class StepReport:
     """The same on every rank."""
 
     loss: float
-    """Mean over all tokens of the step that count."""
+    """Mean over all tokens of the step that count, or over all pairs of answers."""
     tokens: float
-    """How many those were (the sum of the loss mask)."""
+    """How many those were (the sum of the loss mask, or the pairs)."""
     grad_norm: float
     """Before clipping; not finite if any gradient wasn't."""
     skipped: bool
@@ -80,12 +85,14 @@ class Engine:
         """Of the last step's microbatches."""
         self._balanced = Step()
         tp = grid.layout.tp
+        check_device(options.fp8, grid.device, tp)
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
-        plan = make_plan(config, grid.layout, options, ranks, grid.group("ep"))
-        self._loss_names = plan.losses
+        plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
+        kind = network(config.family)
+        self._loss_names = kind.loss_names(config) if options.preference is None else LOSSES
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
-        self.chunks: list[ModelChunk] = []
+        self.chunks: list[Network] = []
         """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
         """Of each chunk."""
@@ -93,7 +100,7 @@ class Engine:
         """Of each chunk, where adapters are trained and nothing else; else empty."""
         for index, chunk in enumerate(grid.chunks()):
             with torch.device("meta"):
-                module = ModelChunk(plan, chunk)
+                module = kind(plan, chunk)
             self.chunks.append(module)
             kinds = declared(module)
             infos = list(
@@ -144,9 +151,9 @@ class Engine:
                 sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
                 overlap=optimizer.overlap_grad_reduce,
             )  # fmt: skip
-            buckets.wait_before(_units(module))
+            buckets.wait_before(module.units())
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"))
+        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"), grid.group("etp"))
 
     def train_step(
         self,
@@ -163,10 +170,10 @@ class Engine:
         assert optimizer is not None, "the engine was made for evaluation"
         for buckets in self.buckets:
             buckets.begin()
-        # Every label's share of the mean, as if all of them counted; what doesn't count is made up for below.
-        positions = self.grid.dp * sum(batch.tokens.numel() for batch in microbatches)
+        # The share of each in the mean, as if all of them counted; what doesn't count is made up for below.
+        positions = self.grid.dp * sum(map(places, microbatches))
         scale = self.scaler.scale
-        losses = _LossSum(self._loss_names, self.grid.device, scale / positions)
+        losses = LossSum(self._loss_names, self.grid.device, scale / positions)
         self._balances.clear()
         self._balanced = Step([self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
@@ -192,6 +199,7 @@ class Engine:
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             optimizer.step(lr, weight_decay)
+        end_step(list(delayed_products(self.chunks)), [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
             name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
@@ -221,14 +229,29 @@ class Engine:
         microbatches = len(self._balances)
         return {name: {layer: value / microbatches for layer, value in layers.items()} for name, layers in sums.items()}
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
-        """(sum of losses, tokens that count), over all data-parallel ranks; the same on every rank."""
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
+        """By the names of losses (sum, tokens or pairs that count), over all data-parallel ranks; the same on every rank."""
         layout = self.grid.layout
-        losses = _LossSum(self._loss_names, self.grid.device, 1.0)
+        losses = LossSum(self._loss_names, self.grid.device, 1.0)
         with torch.no_grad():
             self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        ((loss_sum, tokens), *_), _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
-        return loss_sum, tokens
+        found, _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
+        return {name: (total, count) for name, (total, count) in zip(self._loss_names, found, strict=True)}
+
+    def log_probs(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Of each row the sum over its labels that count: float64 [dp, microbatches, rows], everybody's on every rank. Collective.
+
+        microbatches: this data-parallel rank's, as many on each, all of the same shape.
+        """
+        layout, rows, grid = self.grid.layout, RowSums(), self.grid
+        with torch.no_grad():
+            self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, rows)
+        shape = grid.dp, len(microbatches), len(microbatches[0].tokens)
+        sums = torch.zeros(shape, dtype=torch.float64, device=grid.device)
+        if rows.found and not grid.tp_rank:
+            sums[grid.dp_rank] = torch.stack(rows.found)
+        comm.all_reduce(sums, grid.group("world"))
+        return -sums
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
@@ -240,14 +263,14 @@ class Engine:
             own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
-    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[ModelChunk, Tensor] | None:
+    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[Network, Tensor] | None:
         """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
 
         cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
         """
         self.finish()  # the head is read without being called, so nothing else waits for it
         run = self.make_pass(batch, cache=cache)
-        found: list[tuple[ModelChunk, Tensor]] = []
+        found: list[tuple[Network, Tensor]] = []
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]
@@ -265,7 +288,7 @@ class Engine:
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        losses: "_LossSum",
+        losses: LossSum | RowSums,
         before_backward: Any = lambda _: None,
     ) -> None:
         under_way: dict[int, Pass] = {}
@@ -290,23 +313,23 @@ class Engine:
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
-        balance = Balance(share * batch.tokens.numel(), self._balanced, self.grid.group("cp"))
+        balance = Balance(share * places(batch), self._balanced, self.grid.group("cp"))
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
-        own = length // self.grid.cp
+        lengths = Lengths(rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1])
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
+            return with_gradient(chunk.gives(lengths)) if action.backward else chunk.takes(lengths)
 
         return wires
 
     def _sum_over_world(
-        self, losses: "_LossSum", square: Tensor, signals: Sequence[float]
+        self, losses: LossSum, square: Tensor, signals: Sequence[float]
     ) -> tuple[list[list[float]], list[float]]:
         """([sum, tokens] of each loss, [squares, *signals]) over all ranks: the one collective, and the one wait for a GPU, of a step."""
         counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
@@ -347,30 +370,3 @@ class Engine:
         """Wait for all communication; before reading parameters (a save) and before exit."""
         if self.optimizer is not None:
             self.optimizer.wait()
-
-
-class _LossSum:
-    """Losses of a step on the last stage, on the device until the step's end."""
-
-    def __init__(self, names: Sequence[str], device: torch.device, share: float) -> None:
-        """share: as Pass has it."""
-        self.names, self.share = names, share
-        self.sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-        """Of each loss (its sum, the tokens that count)."""
-
-    def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
-        """As a chunk computed them; total comes back."""
-        for row, name in enumerate(self.names):
-            if name not in found:
-                continue
-            losses, weights = found[name]
-            self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
-            self.sums[row, 1] += weights.sum(dtype=torch.float64)
-        return total
-
-
-def _units(chunk: ModelChunk) -> Iterator[nn.Module]:
-    """The modules before which parameters have to be there."""
-    yield from (module for module in (chunk.embedding, *chunk.decoder.layers) if module is not None)
-    yield from (module for module in (chunk.decoder.final_layernorm, chunk.output_layer) if module is not None)
-    yield from chunk.mtp.layers if chunk.mtp is not None else ()

@@ -6,7 +6,7 @@ from typing import Any
 
 from megaconv import registry
 from megaconv.families import PROOFS, all_families, families
-from megaconv.families.parts.whole_model import TOWERS
+from megaconv.families.parts.whole_model import NAMED_AS_IN_BRIDGE
 from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
 
@@ -47,7 +47,7 @@ class Catalogue:
             "families": dict(self.families),
             "matrix": dict(self.matrix),
             "proven": dict(self.proven),
-            "whole": {kind: list(types) for kind, types in TOWERS.items()},
+            "whole": list(NAMED_AS_IN_BRIDGE),
         }
 
     def lines(self) -> Iterator[str]:
@@ -62,8 +62,8 @@ class Catalogue:
             words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS)
             yield f"  {name:<13} {''.join(words)}{self.proven[name]:<14} {', '.join(self.families[name])}"
         yield "models that see or hear, whole"
-        for whose, types in TOWERS.items():
-            yield f"  hf, core; proven by names; {whose} names for what lies beside the language model: {', '.join(types)}"
+        yield "  hf, core; proven by names; what lies beside the language model is called as in Megatron-Bridge:"
+        yield f"    {', '.join(NAMED_AS_IN_BRIDGE)}"
         yield "  and all others whose text_config is of one of these families, by their files' names"
         yield "proven by"
         for word, meaning in PROOFS.items():

@@ -46,6 +46,7 @@ class Rank:
     """This rank's own."""
     tp_rank: int
     ep_rank: int
+    etp_rank: int
 
     @property
     def experts(self) -> range:
@@ -108,7 +109,7 @@ def _shards(
 ) -> list[_Shard]:
     """What the rank holds of these tensors of a row; all of them if not sharded."""
     axis = _axis(row, spelling) if sharded else None
-    over, index = ("etp", rank.tp_rank % rank.layout.etp) if row.of_experts else ("tp", rank.tp_rank)
+    over, index = ("etp", rank.etp_rank) if row.of_experts else ("tp", rank.tp_rank)
     count = rank.layout.sizes()[over]
     names, shards = expand(row.canonical), []
     for member in members:

@@ -34,15 +34,16 @@ class RankTensors:
     layout: Layout
     vocab_rows: int
     """Of the whole vocabulary, padding included."""
-    _templates: dict[tuple[Row, int, int], tuple[Template, ...]] = field(default_factory=dict)
+    _templates: dict[tuple[Row, int, int, int], tuple[Template, ...]] = field(default_factory=dict)
 
-    def of(self, tp_rank: int, chunk: Chunk, ep_rank: int = 0) -> Iterator[NativeTensor]:
-        """What one rank holds of one chunk.
+    def of(self, tp_rank: int, chunk: Chunk, ep_rank: int = 0, etp_rank: int | None = None) -> Iterator[NativeTensor]:
+        """What one rank holds of one chunk. etp_rank: None for that of Megatron's ranks where etp divides tp.
 
         Raises LayoutError for what can't be sharded, NotExpressible for what the naming scheme has no name for.
         """
         whole, sizes = self._sizes
-        chunk_natives = _ChunkTensors(self, Rank(self.layout, whole, sizes, tp_rank, ep_rank), chunk)
+        etp_rank = tp_rank % self.layout.etp if etp_rank is None else etp_rank
+        chunk_natives = _ChunkTensors(self, Rank(self.layout, whole, sizes, tp_rank, ep_rank, etp_rank), chunk)
         yield from chunk_natives.all()
 
     @cached_property
@@ -63,7 +64,7 @@ class RankTensors:
             raise NotExpressible(f"{row.canonical}: {what} can't be represented in the naming scheme {self.naming}")
         # Expert ranks differ in more than names only where all experts of a rank are in one tensor.
         stacked = any(isinstance(one, (Stacked, StackedTransposed)) for one in spelled)
-        key = row, rank.tp_rank, rank.ep_rank if stacked else 0
+        key = row, rank.tp_rank, rank.ep_rank if stacked else 0, rank.etp_rank
         if key not in self._templates:
             self._templates[key] = tuple(templates(row, spelled, rank))
         return self._templates[key]
@@ -78,9 +79,11 @@ def native_tensors(
     chunk: Chunk,
     vocab_rows: int,
     ep_rank: int = 0,
+    etp_rank: int | None = None,
 ) -> Iterator[NativeTensor]:
     """What a single rank holds of one chunk, as RankTensors.of."""
-    return RankTensors(with_beside(rows, config), config, naming, layout, vocab_rows).of(tp_rank, chunk, ep_rank)
+    ranks = RankTensors(with_beside(rows, config), config, naming, layout, vocab_rows)
+    return ranks.of(tp_rank, chunk, ep_rank, etp_rank)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Optimizer state is saved as Megatron's fully_reshardable form: sharded like the 
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE, core_naming
 from megaconv.model.natives import native_tensors
+from megaconv.model.table import encoder_layers
 from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
@@ -73,9 +74,9 @@ def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
     """Of this rank's chunks."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     return [
-        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, ep_rank, local=local)
+        places(config, grid.layout, grid.tp_rank, chunk, vocab_rows, NAMING, *at, local=local)
         for chunk in grid.chunks()
     ]
 
@@ -107,13 +108,14 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     grid = engine.grid
     infos = (info for chunk in engine.infos for info in chunk)
     for number, (info, (chunk, name, tensor)) in enumerate(zip(infos, engine.parameters(), strict=True)):
-        place = placed[chunk][name]
         if _is_turn(engine, info, number) and _is_ours(info, grid.tp_rank):
-            yield from shards(place, tensor.detach())
+            for each in (name, *info.second_names):
+                yield from shards(placed[chunk][each], tensor.detach())
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
-        place = placed[owned.chunk][owned.name]
+        # Of several names Megatron's optimizer takes the last: those of its modules are in the order in which they were made.
+        place = placed[owned.chunk][(owned.name, *owned.info.second_names)[-1]]
         if _is_ours(owned.info, grid.tp_rank) and (
             engine.optimizer.distributed or _is_turn(engine, owned.info, number)
         ):
@@ -151,16 +153,32 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     config, content = engine.config, empty_object()
     stacked, count = stacks_layers(config), config.layer_count
+    bert = config.has("transform !encoder")
+    stack = "encoder" if bert else "decoder"
     for chunk in engine.grid.chunks():
+        if bert and chunk.is_last:  # of a decoder's head Megatron leaves it out
+            yield "output_layer._extra_state/shard_0_1", content
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            at = ("decoder.layers.", layer, count) if stacked else (f"decoder.layers.{layer}.", 0, 1)
+            at = (f"{stack}.layers.", layer, count) if stacked else (f"{stack}.layers.{layer}.", 0, 1)
             for key in _states_of_layer(config, layer, impl, *at):
+                yield key, content
+        if config.encoder.layers:
+            for key in _states_of_encoder(config, chunk, impl):
                 yield key, content
         for depth in range(config.mtp_layers if chunk.is_last else 0):
             prefix = f"mtp.layers.{depth}."
             yield f"{prefix}eh_proj._extra_state/shard_0_1", content
             for key in _states_of_layer(config, count - 1, impl, f"{prefix}transformer_layer.", 0, 1):
                 yield key, content
+
+
+def _states_of_encoder(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
+    """And of the head, which has them under both of its names."""
+    for layer in encoder_layers(config, chunk):
+        for module in _of_attention("self_attention", ("linear_qkv",), impl) + _MLP:
+            yield f"encoder.layers.{module}._extra_state/shard_{layer}_{config.encoder.layers}"
+    for head in ("lm_head.output_layer", "output_layer") if chunk.is_last else ():
+        yield f"{head}._extra_state/shard_0_1"
 
 
 def _states_of_layer(
@@ -177,12 +195,22 @@ def _states_of_layer(
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    found = [f"self_attention.{name}" for name in ("linear_proj", *_projections(config))]
+    found = _of_attention("self_attention", _projections(config), impl)
+    if config.encoder.layers:
+        found += _of_attention("cross_attention", ("linear_q", "linear_kv"), impl)
     if config.has("dense", layer):
-        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif config.experts.shared_ffn:
-        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
-    return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
+        return found + _MLP
+    if config.experts.shared_ffn:
+        return [*found, "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    return found
+
+
+_MLP = ["mlp.linear_fc1", "mlp.linear_fc2"]
+
+
+def _of_attention(name: str, projections: Sequence[str], impl: str) -> list[str]:
+    core = ("core_attention",) if impl == "transformer_engine" else ()
+    return [f"{name}.{module}" for module in ("linear_proj", *projections, *core)]
 
 
 def _projections(config: ModelConfig) -> tuple[str, ...]:
@@ -201,8 +229,10 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     grid = engine.grid
     renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
     models: list[dict[str, Tensor]] = [{} for _ in renamed]
+    second_names = {(info.chunk, info.name): info.second_names for infos in engine.infos for info in infos}
     for chunk, name, tensor in engine.parameters():
-        models[chunk][renamed[chunk][name]] = tensor.detach()
+        for each in (name, *second_names[chunk, name]):
+            models[chunk][renamed[chunk][each]] = tensor.detach()
     order = core_order(family(engine.config.family).rows, core_naming(impl))
     ordered = [OrderedDict(sorted(model.items(), key=lambda entry: order(entry[0]))) for model in models]
     state = dict(common)
@@ -228,11 +258,9 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     """From the engine's names to those of the implementation."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    ep_rank = grid.rank_along("ep") if config.experts.count else 0
+    at = grid.experts_place() if config.experts.count else (0, 0)
     ours, theirs = (
-        native_tensors(
-            family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, ep_rank
-        )
+        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
         for naming in (NAMING, core_naming(impl))
     )
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}

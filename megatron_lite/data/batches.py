@@ -5,35 +5,22 @@ Micro-batch j of data-parallel rank r holds samples consumed + (j · dp + r) · 
 
 import queue
 import threading
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import LayoutError, UsageError
-from megatron_lite.data.samples import Dataset, Sample
+from megatron_lite.data.samples import Dataset
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Batch:
-    """This rank's part of a global batch; every tensor is [microbatches, micro_batch_size, seq_length]."""
-
-    tokens: "torch.Tensor"
-    """int64, as labels and position_ids."""
-    labels: "torch.Tensor"
-    loss_mask: "torch.Tensor"
-    """float32"""
-    position_ids: "torch.Tensor"
-    documents: "torch.Tensor"
-    """int32: a token attends to earlier ones with its own number."""
-
-    def to(self, device: "torch.device | str") -> "Batch":
-        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+Batch = Mapping[str, "torch.Tensor"]
+"""This rank's part of a global batch: what samples hold, by its name there, each [microbatches, micro_batch_size, ...]."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +31,8 @@ class GlobalBatches:
     dp_size: int
     vocab_size: int
     """Of the tokenizer; a larger token in the data means that it was made with another one."""
+    tokens: Sequence[str] = ("tokens", "labels")
+    """What of a sample is tokens."""
 
     def at(self, consumed: int, global_batch_size: int) -> Batch:
         """The batch of samples [consumed, consumed + global_batch_size).
@@ -59,15 +48,17 @@ class GlobalBatches:
                 f"samples {consumed:,} to {consumed + global_batch_size:,} are asked for, the dataset has "
                 f"{len(self.dataset):,}; give fewer iterations, or corpora with weights, which are repeated"
             )
-        samples = [self.dataset[number] for number in numbers]
-        shape = (-1, self.micro_batch_size, len(samples[0].tokens))
-        stacked = Sample(*(np.stack(parts).reshape(shape) for parts in zip(*samples, strict=True)))
-        largest = max(int(stacked.tokens.max()), int(stacked.labels.max()))
+        samples = [self.dataset[number]._asdict() for number in numbers]
+        stacked = {}
+        for name in samples[0]:
+            rows = np.stack([sample[name] for sample in samples])
+            stacked[name] = rows.reshape(-1, self.micro_batch_size, *rows.shape[1:])
+        largest = max(int(stacked[name].max()) for name in self.tokens)
         if largest >= self.vocab_size:
             raise CorruptCheckpoint(
                 f"the data has token {largest}, the tokenizer {self.vocab_size:,} tokens; it was preprocessed with another one"
             )
-        return Batch(*(torch.from_numpy(part) for part in stacked))
+        return {name: torch.from_numpy(rows) for name, rows in stacked.items()}
 
     def samples_at(self, consumed: int, global_batch_size: int) -> list[int]:
         """Numbers of this rank's samples, micro-batch by micro-batch. Raises LayoutError."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaconv.errors import UsageError
-from megatron_lite.data.samples import Dataset, Sample
+from megatron_lite.data.samples import Arrays, Dataset
 
 MOST_DATASETS = 32766
 
@@ -34,7 +34,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._indices.dataset)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Arrays:
         return self._datasets[int(self._indices.dataset[index])][int(self._indices.sample[index])]
 
 

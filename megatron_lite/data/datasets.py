@@ -4,22 +4,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaconv.errors import UsageError
 from megatron_lite.data.blend import BlendedDataset, BlendIndices, blend_all, blend_by_weight, normalized
-from megatron_lite.data.corpora import SPLITS, Corpora, Part, parse_corpora, parse_split, part_of
-from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.gpt_index import Indices, build_indices
+from megatron_lite.data.corpora import SPLITS, Corpora, Part, parse_corpora, parse_split
+from megatron_lite.data.gpt_dataset import GPTSampling
 from megatron_lite.data.index_cache import cache_key, cached
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import SPLIT as MOCK_SPLIT
 from megatron_lite.data.mock import MockDocuments
 from megatron_lite.data.samples import NO_TOKEN, Dataset, SampleForm
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.data.tokens import Documents
 from megatron_lite.settings.config import Data
 
 SURPLUS = 0.005
@@ -50,20 +49,38 @@ class DataOptions:
     eod_mask_loss: bool = False
 
 
-def build_datasets(options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None]) -> list[Dataset | None]:
+class Sampling(Protocol):
+    """How samples of one kind are made of one corpus."""
+
+    def has_any(self, corpus: IndexedDataset, part: Part) -> bool:
+        """Whether a part of it has anything to make samples of."""
+        ...
+
+    def dataset(self, corpus: IndexedDataset, part: Part, samples: int | None) -> Dataset | None:
+        """Of a part; None where there is nothing. samples: how many will be drawn at least; None: one epoch."""
+        ...
+
+
+def build_datasets(
+    options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None], sampling: Sampling | None = None
+) -> list[Dataset | None]:
     """The datasets for training, validation and test; None where there is nothing, or nothing is asked for.
 
     samples: how many will be drawn of each, at least; None: one epoch. The order of samples depends on the number.
-    Every process may call it at once.
+    sampling: None for a decoder's, which predicts the next token. Every process may call it at once.
     Raises UsageError for contradictions, CorruptCheckpoint for files.
     """
     check_sources(options)
     if options.seq_length < 1:
         raise UsageError(f"--seq-length {options.seq_length}: a sample has one token at least")
-    builder = _Builder(options, _form(options, tokenizer))
+    next_token = GPTSampling(
+        _form(options, tokenizer), options.seq_length, options.seed, options.data_cache_path
+    )  # fmt: skip
     if options.mock_data:
         mock = MockDocuments(tokenizer.vocab_size, _eod(tokenizer))
-        return [builder.single(mock, part, count) for part, count in zip(parse_split(MOCK_SPLIT), samples, strict=True)]
+        counted = zip(parse_split(MOCK_SPLIT), samples, strict=True)
+        return [None if part is None else next_token.dataset(mock, part, count) for part, count in counted]
+    builder = _Builder(options, sampling or next_token)
     if options.data_path:
         corpora = parse_corpora(options.data_path)
         parts = parse_split(options.split or DEFAULT_SPLIT)
@@ -111,30 +128,16 @@ def _eod(tokenizer: Tokenizer) -> int:
 @dataclass(frozen=True)
 class _Builder:
     options: DataOptions
-    form: SampleForm
+    sampling: Sampling
 
     def split(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
         if corpora.weights is None and len(corpora.prefixes) == 1:
             return self.single(IndexedDataset(corpora.prefixes[0]), part, samples)
         return self._blend(corpora, part, samples)
 
-    def single(self, documents: Documents, part: Part | None, samples: int | None) -> GPTDataset | None:
+    def single(self, corpus: IndexedDataset, part: Part | None, samples: int | None) -> Dataset | None:
         """Part of one corpus."""
-        if part is None or samples == 0:
-            return None
-        members = part_of(part, len(documents.lengths))
-        lengths, seq_length, seed = documents.lengths, self.options.seq_length, self.options.seed
-        if not lengths[members].any():
-            return None
-        key = cache_key(
-            what="GPT samples", lengths=lengths[members], first=int(members[0]), largest=int(lengths.max()),
-            seq_length=seq_length, samples=samples, seed=seed,
-        )  # fmt: skip
-        arrays = cached(
-            self.options.data_cache_path, key, Indices._fields,
-            lambda: build_indices(lengths, members, seq_length, samples, seed),
-        )  # fmt: skip
-        return GPTDataset(documents, Indices(*arrays), self.form)
+        return None if part is None or samples == 0 else self.sampling.dataset(corpus, part, samples)
 
     def _blend(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
         """Parts of several corpora. One that has nothing in its part leaves its weight to the others."""
@@ -148,7 +151,7 @@ class _Builder:
         present = [
             (dataset, weight)
             for dataset, weight in zip(opened, corpora.weights, strict=True)
-            if dataset.lengths[part_of(part, len(dataset))].any()
+            if self.sampling.has_any(dataset, part)
         ]
         if not present:
             return None
@@ -169,7 +172,7 @@ class _Builder:
         return self._blended(built, normalized(sizes), min(samples, sum(sizes)))
 
     def _blended(
-        self, built: Sequence[GPTDataset | None], weights: NDArray[np.float64] | None, size: int
+        self, built: Sequence[Dataset | None], weights: NDArray[np.float64] | None, size: int
     ) -> BlendedDataset:
         """weights: None to draw every sample once."""
         datasets = [dataset for dataset in built if dataset]

@@ -1,9 +1,14 @@
 """Samples of consecutive tokens, across the bounds of documents, in Megatron's order (see `gpt_index`)."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.gpt_index import Indices
+from megatron_lite.data.corpora import Part, part_of
+from megatron_lite.data.gpt_index import Indices, build_indices
+from megatron_lite.data.index_cache import cache_key, cached
 from megatron_lite.data.samples import Sample, SampleForm
 from megatron_lite.data.tokens import Documents
 
@@ -33,3 +38,31 @@ class GPTDataset:
             for place, (begin, stop) in enumerate(bounds)
         ]
         return np.concatenate(parts, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class GPTSampling:
+    """A corpus is divided by sequences, of which data for decoders has one a document."""
+
+    form: SampleForm
+    seq_length: int
+    seed: int
+    cache: Path | None = None
+
+    def has_any(self, corpus: Documents, part: Part) -> bool:
+        return bool(corpus.lengths[part_of(part, len(corpus.lengths))].any())
+
+    def dataset(self, corpus: Documents, part: Part, samples: int | None) -> GPTDataset | None:
+        """See datasets.Sampling."""
+        if samples == 0 or not self.has_any(corpus, part):
+            return None
+        members, lengths = part_of(part, len(corpus.lengths)), corpus.lengths
+        key = cache_key(
+            what="GPT samples", lengths=lengths[members], first=int(members[0]), largest=int(lengths.max()),
+            seq_length=self.seq_length, samples=samples, seed=self.seed,
+        )  # fmt: skip
+        arrays = cached(
+            self.cache, key, Indices._fields,
+            lambda: build_indices(lengths, members, self.seq_length, samples, self.seed),
+        )  # fmt: skip
+        return GPTDataset(corpus, Indices(*arrays), self.form)

@@ -1,7 +1,7 @@
 """A training sample: tokens, what each should predict, and what counts.  As megatron-core's GPTDataset makes it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,18 @@ class Sample(NamedTuple):
     """Ordinal of a token's document in the sample: a token attends to earlier ones of its own. All 0 without resets."""
 
 
+class Arrays(Protocol):
+    """A sample of any kind: a NamedTuple of arrays and numbers, of the same shapes in each of a dataset's samples."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
 class Dataset(Protocol):
     """Samples by number; the same number gives the same sample in every process and every run."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Arrays: ...
 
 
 @dataclass(frozen=True)

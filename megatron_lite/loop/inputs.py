@@ -1,19 +1,17 @@
 """From flags to tokenizer, datasets and the microbatches of each step."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
-from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import DataOptions, build_datasets
 from megatron_lite.data.samples import Dataset
-from megatron_lite.data.tokenizer import Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import BERT_TYPES, Tokenizer, TokenizerOptions, build_tokenizer
 from megatron_lite.loop.finetuning import Packed
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.loop.model_types import MODEL_TYPES, cache_path
+from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
@@ -34,11 +32,23 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     of_vocabulary = "GPT2BPETokenizer" if data.merge_file else "BertWordPieceLowerCase"
     kind = data.tokenizer_type or (of_vocabulary if data.vocab_file else "HuggingFaceTokenizer")
     vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
-    return build_tokenizer(TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size))
+    options = TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size)
+    extra_ids = MODEL_TYPES[model_type(settings, start.config if start is not None else None)].extra_ids
+    if extra_ids is None or kind not in BERT_TYPES:
+        return build_tokenizer(options)
+    extended = build_tokenizer(replace(options, extra_ids=extra_ids(settings)))
+    # A model that others made has room for its own words alone, and BERT's samples have no use for what Megatron adds.
+    fits = start is None or extra_ids(settings) or extended.vocab_size <= start.config.vocab
+    return extended if fits else build_tokenizer(options)
 
 
 def make_datasets(
-    settings: Settings, tokenizer: Tokenizer, sizes: Sizes, samples: list[int], packed: Packed | None
+    settings: Settings,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    sizes: Sizes,
+    samples: list[int],
+    packed: Packed | None,
 ) -> list[Dataset | None]:
     """For training, evaluation, test. samples: how many of each will be drawn. packed: examples, if the run is on these.
 
@@ -50,43 +60,16 @@ def make_datasets(
         finetune_data=data.finetune_data or (), split=data.split,
         train_data_path=data.train_data_path or (), valid_data_path=data.valid_data_path or (),
         test_data_path=data.test_data_path or (), mock_data=data.mock_data,
-        data_cache_path=Path(data.data_cache_path) if data.data_cache_path else None,
+        data_cache_path=cache_path(settings),
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )  # fmt: skip
-    found = build_datasets(options, tokenizer, samples) if packed is None else packed.datasets(settings, sizes, samples)
+    of_kind = MODEL_TYPES[model_type(settings, config)]
+    if packed is None:
+        sampling = of_kind.sampling and of_kind.sampling(settings, config, tokenizer, sizes.seq)
+        found = build_datasets(options, tokenizer, samples, sampling)
+    else:
+        found = packed.datasets(settings, sizes, samples)
     if found[0] is None:
-        raise UsageError("there is nothing to train on: the training split is empty; see --split")
+        raise UsageError(f"there is nothing to train on: the training split is empty; {of_kind.nothing_found}")
     return found
-
-
-@dataclass(frozen=True)
-class Feeder:
-    """Turns a rank's batch into microbatches on its device."""
-
-    device: torch.device
-    dp: int
-    dp_rank: int
-    reset_position_ids: bool
-    reset_attention_mask: bool
-
-    def microbatches(self, batch: Batch) -> list[Microbatch]:
-        return list(self._microbatches(batch))
-
-    def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        masked = not bool(batch.loss_mask.all())
-        documents = [_lengths(part) for part in batch.documents] if self.reset_attention_mask else None
-        moved = batch.to(self.device)
-        for number in range(len(batch.tokens)):
-            yield Microbatch(
-                moved.tokens[number], moved.labels[number],
-                loss_mask=moved.loss_mask[number] if masked else None,
-                positions=moved.position_ids[number] if self.reset_position_ids else None,
-                documents=documents[number] if documents else None,
-                index=number * self.dp + self.dp_rank,
-            )  # fmt: skip
-
-
-def _lengths(documents: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Of each sequence's documents, from the ordinals of its tokens' documents [batch, sequence]."""
-    return tuple(tuple(torch.unique_consecutive(row, return_counts=True)[1].tolist()) for row in documents)

@@ -1,4 +1,4 @@
-"""Causal attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
+"""Attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
 
 import inspect
 from dataclasses import replace
@@ -32,9 +32,12 @@ def attend(
     """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
 
     Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
-    tokens, of its own document. Where there are more keys than queries they are a cache's: key j is that of position j.
+    tokens, of its own document. In a pass that says which tokens are visible it sees those, before and behind. Where there are
+    more keys than queries they are a cache's: key j is that of position j.
     scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
     """
+    if run.visible is not None:
+        return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
         return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
     if len(k) != len(q):

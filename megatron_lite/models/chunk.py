@@ -3,78 +3,74 @@
 Activations are [sequence, batch, hidden], or with sequence parallelism this tensor rank's part of the sequence.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megatron_lite.models import recompute
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.mtp import Predictions
+from megatron_lite.models.network import Counted, Network
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
-from megatron_lite.parallel import comm
-from megatron_lite.parallel.payload import Payload, Wire, Wires
+from megatron_lite.models.preference import compare
+from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.tensor import Norm
 
 
-class Decoder(nn.Module):
-    """The layers of a chunk, counted from 0, and on the last one the final norm."""
+class Stack(nn.Module):
+    """Layers, counted from 0, and where the stack ends the final norm."""
 
-    def __init__(self, plan: Plan, chunk: Chunk) -> None:
+    def __init__(self, plan: Plan, layers: Iterable[nn.Module], *, ends: bool) -> None:
         super().__init__()
-        self.recompute = plan.options.recompute
-        self.layers = nn.ModuleList(Layer(plan, chunk.first_layer + local) for local in range(chunk.layers))
+        self.recompute, normed = plan.options.recompute, ends and plan.config.norm.final
+        self.layers = nn.ModuleList(layers)
         norm = (plan.config.hidden, plan.config.norm.epsilon)
-        self.final_layernorm = Norm(*norm, with_bias=plan.norm_bias) if chunk.is_last else None
+        self.final_layernorm = Norm(*norm, with_bias=plan.norm_bias) if normed else None
         if plan.options.compile:
             for layer in self.layers:
                 setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010  # so that hooks stay outside
 
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
+    def forward(self, x: Tensor, *beside: Tensor | Pass) -> Tensor:
+        """beside: what every layer is handed beside its input."""
+
         def through(layer: nn.Module, x: Tensor) -> Tensor:
-            made: Tensor = layer(x, run)
+            made: Tensor = layer(x, *beside)
             return made
 
         x = recompute.run_layers(list(self.layers), x, through, self.recompute)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 
-class Counted(NamedTuple):
-    """A loss of every label, and how much it counts; float32 [batch, sequence] without a gradient."""
-
-    losses: Tensor
-    weights: Tensor
+def own_layers(plan: Plan, chunk: Chunk) -> Iterator[Layer]:
+    """Of the only stack, those of a chunk."""
+    return (Layer(plan, chunk.first_layer + local) for local in range(chunk.layers))
 
 
-class ModelChunk(nn.Module):
-    """What one virtual stage holds. Its parameters are those of native_tensors(..., "core", ...), names and shapes alike."""
+class ModelChunk(Network):
+    """What one virtual stage of a decoder holds."""
 
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
-        super().__init__()
-        self.plan, self.is_first, self.is_last = plan, chunk.is_first, chunk.is_last
+        super().__init__(plan, chunk)
         predicts = chunk.is_last and plan.config.mtp_layers > 0
         self.embedding = Embedding(plan) if chunk.is_first or predicts else None
-        self.decoder = Decoder(plan, chunk)
+        self.decoder = Stack(plan, own_layers(plan, chunk), ends=chunk.is_last)
         self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and chunk.is_first
         self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
 
-    def takes(self, rows: int, length: int) -> Wires:
-        """What the stage before this one gives, of a microbatch of so many rows, of each of which this rank has so many tokens."""
-        return () if self.is_first else self._between(rows, length)
+    @classmethod
+    def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:
+        return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_layers)))
 
-    def gives(self, rows: int, length: int) -> Wires:
-        """What this stage gives to the one behind it."""
-        return () if self.is_last else self._between(rows, length)
-
-    def _between(self, rows: int, length: int) -> Wires:
-        ranks = self.plan.ranks
-        here = length // ranks.size if ranks.sequence else length
-        return (Wire((here, rows, self.plan.config.hidden), next(self.parameters()).dtype),)
+    def units(self) -> Iterator[nn.Module]:
+        yield from (module for module in (self.embedding, *self.decoder.layers) if module is not None)
+        yield from (module for module in (self.decoder.final_layernorm, self.output_layer) if module is not None)
+        yield from self.mtp.layers if self.mtp is not None else ()
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """taken: what the stage before gave. On the last stage (activations behind the final norm,)."""
@@ -84,18 +80,20 @@ class ModelChunk(nn.Module):
         (x,) = taken
         return (self.decoder(x, run),)
 
-    def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, "Counted"]]:
-        """(what to go backward from, the losses by the names that Plan.losses lists). On the last stage, of what forward gave.
-
-        Those of further tokens are left out where nothing goes backward.
-        """
+    def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, Counted]]:
+        """See Network. Losses of further tokens are left out where nothing goes backward."""
         assert self.output_layer is not None
         weights = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
         (hidden,) = given
+        if run.reference is not None:
+            return self._loss_of_pairs(hidden, weights, run, run.reference)
         total, losses = self.output_layer(hidden, self._shared(), run.labels, weights * run.share)
         found = {"loss": Counted(losses, weights)}
         if self.mtp is not None and torch.is_grad_enabled():
-            names, part = self.plan.losses[1:], run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers)
+            names, part = (
+                self.loss_names(self.plan.config)[1:],
+                run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers),
+            )
             assert run.counting is not None
             for name, (made, ahead) in zip(names, self.mtp(hidden, run, self._embed(run)), strict=True):
                 # As in Megatron the mean over a microbatch's labels that are left, which counts like the mean over all of them.
@@ -103,6 +101,21 @@ class ModelChunk(nn.Module):
                 more, losses = self.output_layer(made, self._shared(), ahead.labels, ahead.weights * each)
                 total, found[name] = total + more, Counted(losses, ahead.weights)
         return total, found
+
+    def _loss_of_pairs(
+        self, hidden: Tensor, counting: Tensor, run: Pass, reference: Tensor
+    ) -> tuple[Tensor, Mapping[str, "Counted"]]:
+        """The head is computed twice: what a label's loss counts for follows from all losses of its pair."""
+        options = self.plan.options.preference
+        assert self.output_layer is not None
+        assert options is not None
+        with torch.no_grad():
+            _, losses = self.output_layer(hidden, self._shared(), run.labels, counting)
+        compared = compare(losses, counting, reference, options, run.context)
+        weights = counting * compared.weights.unsqueeze(1) * run.share
+        total, _ = self.output_layer(hidden, self._shared(), run.labels, weights)
+        once = float(run.context is None or run.context.rank == 0)  # all context ranks have the same pairs
+        return total, {name: Counted(found, torch.full_like(found, once)) for name, found in compared.figures.items()}
 
     def _embed(self, run: Pass) -> Callable[[Tensor], Tensor]:
         def embed(tokens: Tensor) -> Tensor:
@@ -113,17 +126,8 @@ class ModelChunk(nn.Module):
         return embed
 
     def logits(self, given: Payload) -> Tensor:
-        """float32 [batch, sequence, vocabulary], the same on every tensor rank; on the last stage, without a gradient."""
-        head, ranks = self.output_layer, self.plan.ranks
-        (hidden,) = given
-        assert head is not None
-        weight = self._shared() if head.weight is None else head.weight
-        assert weight is not None
-        if ranks.group and ranks.sequence:
-            hidden = comm.gathered(hidden, ranks.group)
-        own = (hidden @ weight.t()).float().permute(2, 1, 0)
-        whole = comm.gathered(own, ranks.group) if ranks.group else own
-        return whole[: self.plan.config.vocab].permute(1, 2, 0)
+        assert self.output_layer is not None
+        return self.output_layer.logits(given[0], self._shared())
 
     def _shared(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.embedding is not None and self.is_first else None

@@ -3,24 +3,26 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
 from megatron_lite.models.loss import head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
+from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import VocabEmbedding
 
 
 class Positions(nn.Embedding):
-    """A learned vector for each."""
+    """A learned vector for each; of positions, and of types of tokens."""
 
     kinds: ClassVar = {"weight": Kind.OF_TOKENS}
 
 
 class Embedding(nn.Module):
-    """Keys, and learned positions where the model has them."""
+    """Keys, and learned positions and token types where the model has them."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -29,12 +31,16 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
+        self.tokentype_embeddings = Positions(config.token_types, config.hidden) if config.token_types else None
 
     def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
         """tokens [batch, sequence]: in place of the pass' own."""
         x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
+        if self.tokentype_embeddings is not None:
+            assert run.types is not None
+            x = x + self.tokentype_embeddings(self.ranks.own_part(run.types.t()))
         if run.seed is None or not self.dropout:
             return x
         dropped: Tensor = run.seed.drop(x, self.dropout, self.at, self.ranks)
@@ -42,23 +48,44 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last matrix, or (weight None) the embedding's in its place."""
+    """The last matrix, or (weight None) the embedding's in its place; and a bias where the model has one."""
 
-    kinds: ClassVar = {"weight": Kind.VOCABULARY}
+    kinds: ClassVar = {"weight": Kind.VOCABULARY, "bias": Kind.SHARDED}
 
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()
         self.plan = plan
         rows = plan.vocab_rows // plan.ranks.size
         self.weight = None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
+        has_bias = plan.config.head.bias or plan.config.has("transform")
+        self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
 
     def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
-        weight = shared if self.weight is None else self.weight
-        assert weight is not None
-        plan = self.plan
+        plan, weight = self.plan, self._matrix(shared)
         rows = plan.options.loss_rows or rows_at_a_time(hidden.device, weight.shape[0], plan.ranks.size)
         total, losses = head_loss(
-            hidden, weight, labels.t().reshape(-1), weights.t().reshape(-1), plan.config.vocab, rows, plan.ranks
+            hidden,
+            weight,
+            self.bias,
+            labels.t().reshape(-1),
+            weights.t().reshape(-1),
+            plan.config.vocab,
+            rows,
+            plan.ranks,
         )
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
+
+    def logits(self, hidden: Tensor, shared: Tensor | None) -> Tensor:
+        """float32 [batch, sequence, vocabulary], the same on every tensor rank, without a gradient."""
+        ranks = self.plan.ranks
+        if ranks.group and ranks.sequence:
+            hidden = comm.gathered(hidden, ranks.group)
+        own = F.linear(hidden, self._matrix(shared), self.bias).float().permute(2, 1, 0)
+        whole = comm.gathered(own, ranks.group) if ranks.group else own
+        return whole[: self.plan.config.vocab].permute(1, 2, 0)
+
+    def _matrix(self, shared: Tensor | None) -> Tensor:
+        weight = shared if self.weight is None else self.weight
+        assert weight is not None
+        return weight

@@ -11,7 +11,6 @@ import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
@@ -22,6 +21,7 @@ from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
 from megatron_lite.models.self_attention import attended
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.product import PLAIN, Product
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, adapted
 
 
@@ -33,10 +33,11 @@ class WholeLinear(nn.Module):
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.weight = nn.Parameter(torch.empty(out, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(F.linear(x, self.weight), self.adapter, x)
+        return adapted(self.product.linear(x, self.weight), self.adapter, x)
 
 
 class LatentAttention(nn.Module):

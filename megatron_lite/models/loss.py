@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron_lite.parallel import comm
@@ -37,15 +38,23 @@ def _memory(device: torch.device) -> int:
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, vocab: int, rows: int, ranks: TensorGroup
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor,
+    vocab: int,
+    rows: int,
+    ranks: TensorGroup,
 ) -> tuple[Tensor, Tensor]:
     """(sum of weights * losses, to go backward from; the losses alone, float32 [tokens], without a gradient).
 
-    hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width]. labels int64 [tokens] and weights float32
-    [tokens], tokens in the order of [sequence, batch]. vocab: columns that are no padding. rows: tokens at a time.
+    hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp]. labels int64
+    [tokens] and weights float32 [tokens], tokens in the order of [sequence, batch]. vocab: columns that are no padding.
+    rows: tokens at a time.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, weights, vocab, rows, ranks, torch.is_grad_enabled()
+        hidden, weight, bias, labels, weights, vocab, rows, ranks, torch.is_grad_enabled()
     )
     return made
 
@@ -58,6 +67,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         weights: Tensor,
         vocab: int,
@@ -75,15 +85,18 @@ class _HeadLoss(torch.autograd.Function):
             dx = torch.empty_like(x)
             trained = ctx.needs_input_grad[1]
             dw = torch.zeros_like(weight, dtype=weight.dtype if len(x) <= rows else torch.float32) if trained else None
+            db = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits = (x[part] @ used.t()).float()
+            logits = F.linear(x[part], used, None if bias is None else bias[:own]).float()
             index, held = _own_labels(labels[part], first, own)
             losses[part], scale = _losses(logits, index, held, ranks)
             if backward_follows:
                 grad = logits.mul_((scale * weights[part]).unsqueeze(1))
                 if own:
                     grad.scatter_add_(1, index.unsqueeze(1), -(held * weights[part]).unsqueeze(1))
+                if db is not None:
+                    db[:own] += grad.sum(0)
                 grad = grad.to(weight.dtype)
                 torch.mm(grad, used, out=dx[part])
                 if dw is None:
@@ -97,14 +110,16 @@ class _HeadLoss(torch.autograd.Function):
             dx = dx.view_as(whole)
             if ranks.group:
                 dx = _summed(dx, ranks)
-            ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+            of_weight, of_bias = (None if each is None else each.to(weight.dtype) for each in (dw, db))
+            ctx.save_for_backward(dx, of_weight, of_bias)
         ctx.mark_non_differentiable(losses)
         return total, losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        dx, dw = ctx.saved_tensors
-        return dx.mul_(grad), None if dw is None else dw.mul_(grad), None, None, None, None, None, None
+        dx, *others = ctx.saved_tensors
+        dw, db = (None if each is None else each.mul_(grad) for each in others)
+        return dx.mul_(grad), dw, db, None, None, None, None, None, None
 
 
 def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:

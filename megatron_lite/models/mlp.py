@@ -42,13 +42,16 @@ ACTIVATIONS: dict[str, Made] = {
 """By the words of megaconv.model.subjects.MLP."""
 
 
+def is_plain_swiglu(shape: Shape) -> bool:
+    return shape.gated and shape.activation == "silu" and shape.clamp is None and not shape.offset
+
+
 def activate(x: Tensor, shape: Shape) -> Tensor:
     """[..., gate then up] or [..., ffn] -> [..., ffn]."""
     function = ACTIVATIONS[shape.activation]
     if not shape.gated:
         return function(x)
-    plain = shape.clamp is None and not shape.offset
-    if plain and function is F.silu and not torch.compiler.is_compiling():
+    if is_plain_swiglu(shape) and not torch.compiler.is_compiling():
         activated: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
         return activated
     gate, up = x.chunk(2, -1)

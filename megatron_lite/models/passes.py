@@ -63,13 +63,21 @@ class Pass:
     context: ContextGroup | None = None
     """The ranks that have the other parts of each row; None: this one has all of it."""
     share: float = 0.0
-    """What the loss of each label is multiplied with to go backward from."""
+    """What the loss of each label (or pair) is multiplied with to go backward from."""
+    reference: Tensor | None = None
+    """As Microbatch has it."""
     seed: rng.Seed | None = None
     """Of dropout; None: nothing is dropped."""
     balance: Balance | None = None
     """Of experts; None where nothing goes backward."""
     cache: Cache | None = None
     """Keys and values of the tokens before these; None: there are none."""
+    source: "Pass | None" = None
+    """The encoder's, of what the decoder attends to; None where there is no encoder."""
+    types: Tensor | None = None
+    visible: Tensor | None = None
+    swapped: Tensor | None = None
+    """As Microbatch has them."""
     ahead: tuple[Ahead, ...] = ()
     """One place, two places …: of models that predict further tokens, where anything goes backward."""
     counting: Tensor | None = None
@@ -97,13 +105,14 @@ class Passes:
         cache: Cache | None = None,
     ) -> Pass:
         """batch: with whole sequences. share, seed, balance, cache: see Pass."""
-        positions, tables = self._places(batch)
+        positions, tables = self._places(batch.tokens, batch.positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         counting, ahead = self._ahead(batch, packed) if self._depths and torch.is_grad_enabled() else (None, ())
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
-            share, seed, balance, cache, ahead, counting,
+            share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
+            ahead, counting,
         )  # fmt: skip
 
     def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:
@@ -119,10 +128,20 @@ class Passes:
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:
         return x if self._context is None else self._context.own_part(x, axis)
 
-    def _places(self, batch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        if batch.positions is not None:
-            return self._at(batch.positions.t())
-        length = batch.tokens.shape[1]
+    def _source(self, batch: Microbatch, seed: rng.Seed | None) -> Pass | None:
+        source, visible = batch.source, batch.source_visible
+        if source is None:
+            return None
+        positions, tables = self._places(source, None)
+        return Pass(
+            source, source, None, positions, tables, seed=None if seed is None else seed.of_source(),
+            visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
+        )  # fmt: skip
+
+    def _places(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if positions is not None:
+            return self._at(positions.t())
+        length = tokens.shape[1]
         if length not in self._whole:
             self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
         return self._whole[length]

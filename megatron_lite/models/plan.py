@@ -1,6 +1,7 @@
 """What all parts of a model are built from, and which models there is code for."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -14,6 +15,18 @@ from megatron_lite.parallel.tensor import Keep, TensorGroup
 from megatron_lite.settings.options import ModelOptions
 
 
+class ExpertRanks(NamedTuple):
+    """Whom a layer's tokens are handed to and come from; None: no other rank."""
+
+    experts: ProcessGroup | None = None
+    """The ranks that share the experts of each layer, in whose order these are counted."""
+    parts: ProcessGroup | None = None
+    """Those that share each expert."""
+
+
+NO_OTHERS = ExpertRanks()
+
+
 @dataclass(frozen=True)
 class Plan:
     """What all parts of a model are built from."""
@@ -25,13 +38,7 @@ class Plan:
     """This tensor rank's share of heads, kv_heads, ffn."""
     vocab_rows: int
     """Of the whole vocabulary, padding included."""
-    expert_group: ProcessGroup | None = None
-    """The ranks that share the experts of each layer."""
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """Names of all losses that the last stage computes; the first is the one that is meant by the word alone."""
-        return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(self.config.mtp_layers)))
+    expert_ranks: ExpertRanks = NO_OTHERS
 
     def kind(self, layer: int) -> LayerKind:
         """Of a layer; those that predict further tokens are counted behind all others, and are like the last of these."""
@@ -52,17 +59,21 @@ TRAINED = (
     "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
+NETWORKS_OF_THEIR_OWN = ("bert", "t5")
+"""Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
     "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
+    "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
     "wide_qk_norm": "norms of q and k over all heads",
     "qk_l2_norm": "q and k divided by their L2 norm",
     "scaled_scores": "attention scores with a scale of their own",
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
+    "expert_latent": "experts that work on a projection of the hidden states",
     "two_ropes": "another base of rope in layers with a window",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
@@ -73,29 +84,52 @@ def make_plan(
     layout: Layout,
     options: ModelOptions,
     ranks: TensorGroup,
-    expert_group: ProcessGroup | None = None,
+    expert_ranks: ExpertRanks = NO_OTHERS,
 ) -> Plan:
     """Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded."""
-    if config.family not in TRAINED:
-        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {', '.join(TRAINED)}")
+    if config.family not in (*TRAINED, *NETWORKS_OF_THEIR_OWN):
+        known = ", ".join(sorted((*TRAINED, *NETWORKS_OF_THEIR_OWN)))
+        raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {known}")
+    if config.encoder.layers:
+        _check_two_stacks(config)
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
     if config.mtp_layers and config.tie_embeddings:
         raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
+    if config.mtp_layers and options.preference is not None:
+        raise NotExpressible("the model predicts further tokens, which can't be trained on pairs of answers yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
-        _check_experts(layout, ranks, options)
-        if options.compile:
-            raise NotExpressible(
-                "a mixture of experts can't be compiled yet: how many rows an expert gets changes all the time"
-            )
-    return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_group)
+        _check_experts(config, layout, ranks, options)
+    return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)
 
 
-def _check_experts(layout: Layout, ranks: TensorGroup, options: ModelOptions) -> None:
-    if layout.etp > 1:
-        raise LayoutError(f"expert tensor parallel size is {layout.etp}, but experts can't be sharded yet; take 1")
+def _check_two_stacks(config: ModelConfig) -> None:
+    if config.attention.scale is not None:
+        raise NotExpressible(
+            "the model is a T5 of transformers, whose attention scores aren't divided by the root of the head size; what can be trained "
+            "is Megatron's T5, which is another function"
+        )
+    if config.positions.kind == "relative":
+        raise NotExpressible("the model has relative positions, which can't be trained yet")
+    if config.encoder.layers != config.layer_count:
+        raise NotExpressible(
+            f"the model has {config.encoder.layers} layers in its encoder and {config.layer_count} in its decoder; what can be trained has "
+            "as many in both, as Megatron core's"
+        )
+
+
+def _check_experts(config: ModelConfig, layout: Layout, ranks: TensorGroup, options: ModelOptions) -> None:
+    if layout.etp > 1 and config.mlp.bias:
+        raise LayoutError(
+            f"expert tensor parallel size (etp) is {layout.etp}, but experts with biases can't be sharded, as in Megatron core; "
+            "take 1"
+        )
+    if layout.etp > 1 and options.lora is not None:
+        raise LayoutError(
+            f"expert tensor parallel size (etp) is {layout.etp}, but adapters are for whole experts; take 1"
+        )
     if layout.tp > 1 and not ranks.sequence and options.trains:
         raise LayoutError(
             f"a mixture of experts at tp = {layout.tp} needs --sequence-parallel: else each tensor rank would route the same tokens"

@@ -27,6 +27,12 @@ def all_reduce(tensor: Tensor, group: Group, *, later: bool = False) -> Work | N
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=later)
 
 
+def largest(tensor: Tensor, group: Group) -> None:
+    """Each element becomes the largest of all ranks."""
+    if group is not None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
 def reduce_scatter(part: Tensor, whole: Tensor, group: Group, *, later: bool = False) -> Work | None:
     """part, which may lie in whole, becomes this rank's 1/n of the sum."""
     if group is None:

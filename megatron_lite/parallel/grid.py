@@ -59,7 +59,8 @@ class Grid:
     device: torch.device
     groups: Mapping[str, ProcessGroup | None] = field(default_factory=dict)
     """Of this rank, by the axis along which it reaches: `tp`, `cp`; `replicas`: cp and dp as one; for experts `etp`, `ep`, `edp`;
-    `ends`: first and last stage; `world`. Missing where it would be of one rank.
+    `ends`: first and last stage, and that with which a decoder begins; `stacks`: the first stages of an encoder and its decoder;
+    `world`. Missing where it would be of one rank.
     """
     channels: Mapping[Channel, ProcessGroup | None] = field(default_factory=dict)
     """The group of each kind of message between stages. On gloo one for all of them."""
@@ -102,6 +103,11 @@ class Grid:
             axis
         ]
 
+    def experts_place(self) -> tuple[int, int]:
+        """(along ep, along etp): which experts this rank has, and which part of each."""
+        place = expert_mesh(self.layout, self.dp, self.cp).place(self.rank)
+        return place["ep"], place["etp"]
+
     def is_turn(self, axis: str, number: int) -> bool:
         """Whether of all ranks along an axis this one is to do the thing of this number, which one of them has to do."""
         return number % comm.size(self.group(axis)) == self.rank_along(axis)
@@ -142,7 +148,10 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
         return Grid(layout, dp, 0, device)
     rank, columns = dist.get_rank(), dense.groups("pp")
     if pp > 1:
-        wanted["ends"] = [[column[0], column[-1]] for column in columns]
+        split = layout.split_rank  # where a decoder begins it has an embedding again
+        wanted["ends"] = [sorted({column[0], column[split], column[-1]}) for column in columns]
+        if split:
+            wanted["stacks"] = [[column[0], column[split]] for column in columns]
     made = _Groups(rank, device)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
     groups["cp"] = _Groups(rank, device).own(dense.groups("cp"))  # its own, so that keys don't queue behind gradients

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.product import PLAIN, Product
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,21 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool, product: Product
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
-        return F.linear(comm.gathered(x, group) if sequence else x, weight, bias)
+        ctx.group, ctx.sequence, ctx.has_bias, ctx.product = group, sequence, bias is not None, product
+        return product.forward(comm.gathered(x, group) if sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         later = comm.overlapping()
         whole = x
         if ctx.sequence:
             whole = x.new_empty(grad.shape[0], *x.shape[1:])
             gathering = comm.all_gather(whole, x.contiguous(), ctx.group, later=later)
-        dx = grad @ weight
+        dx = ctx.product.of_input(grad, weight)
         if ctx.sequence:
             comm.wait(gathering)
             part = torch.empty_like(x)
@@ -60,40 +61,42 @@ class _ColumnLinear(torch.autograd.Function):
             part, summing = dx, comm.all_reduce(dx, ctx.group, later=later)
         rows = grad.reshape(-1, grad.shape[-1])
         _, trained, biased, *_ = ctx.needs_input_grad
-        dw = rows.t() @ whole.reshape(-1, whole.shape[-1]) if trained else None
+        dw = ctx.product.of_weight(rows, whole.reshape(-1, whole.shape[-1])) if trained else None
         db = rows.sum(0) if ctx.has_bias and biased else None
         comm.wait(summing)
-        return part, dw, db, None, None
+        return part, dw, db, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     """x W', summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence: bool, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence = group, sequence
-        y = F.linear(x, weight)
+        ctx.group, ctx.sequence, ctx.product = group, sequence, product
+        y = product.forward(x, weight)
         if sequence:
             return comm.scattered(y, group)
         comm.all_reduce(y, group)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         if ctx.sequence:
             grad = comm.gathered(grad, ctx.group)
-        trained = ctx.needs_input_grad[1]
-        dw = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if trained else None
-        return grad @ weight, dw, None, None
+        rows, trained = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[1]
+        dw = ctx.product.of_weight(rows, x.reshape(-1, x.shape[-1])) if trained else None
+        return ctx.product.of_input(grad, weight), dw, None, None, None
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup, product: Product = PLAIN
+) -> Tensor:
     """x [sequence (/ tp), batch, in], weight [out / tp, in] -> [sequence, batch, out / tp]."""
     if ranks.group is None:
-        return F.linear(x, weight, bias)
-    y: Tensor = _ColumnLinear.apply(x, weight, bias, ranks.group, ranks.sequence)  # type: ignore[no-untyped-call]
+        return product.linear(x, weight, bias)
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, ranks.group, ranks.sequence, product)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -122,11 +125,11 @@ def joined_columns(x: Tensor, ranks: TensorGroup) -> Tensor:
     return whole
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup, product: Product = PLAIN) -> Tensor:
     """x [sequence, batch, in / tp], weight [out, in / tp], bias [out] -> [sequence (/ tp), batch, out]."""
     if ranks.group is None:
-        return F.linear(x, weight, bias)
-    y: Tensor = _RowLinear.apply(x, weight, ranks.group, ranks.sequence)  # type: ignore[no-untyped-call]
+        return product.linear(x, weight, bias)
+    y: Tensor = _RowLinear.apply(x, weight, ranks.group, ranks.sequence, product)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
@@ -198,6 +201,7 @@ class NormColumnLinear(nn.Module):
         """out: this rank's rows."""
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.epsilon, self.ranks, self.keep = epsilon, ranks, keep
         self.layer_norm_weight = nn.Parameter(torch.empty(width))
         self.layer_norm_bias = nn.Parameter(torch.empty(width)) if norm_bias else None
@@ -209,7 +213,9 @@ class NormColumnLinear(nn.Module):
             return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
 
         def use(normed: Tensor) -> Tensor:
-            return adapted(column_linear(normed, self.weight, self.bias, self.ranks), self.adapter, normed)
+            return adapted(
+                column_linear(normed, self.weight, self.bias, self.ranks, self.product), self.adapter, normed
+            )
 
         return self.keep(norm, x, use)
 
@@ -217,17 +223,19 @@ class NormColumnLinear(nn.Module):
 class ColumnLinear(nn.Module):
     """A column-sharded matrix alone."""
 
-    kinds: ClassVar = {"weight": Kind.SHARDED}
+    kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.SHARDED}
 
-    def __init__(self, width: int, out: int, ranks: TensorGroup) -> None:
+    def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool = False) -> None:
         """out: this rank's rows."""
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(column_linear(x, self.weight, None, self.ranks), self.adapter, x)
+        return adapted(column_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
 
 
 class RowLinear(nn.Module):
@@ -239,12 +247,13 @@ class RowLinear(nn.Module):
         """width: this rank's columns."""
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(row_linear(x, self.weight, self.bias, self.ranks), self.adapter, x)
+        return adapted(row_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
 
 
 Keep = Callable[[Made, Tensor, Made], Tensor]

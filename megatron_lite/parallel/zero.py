@@ -53,9 +53,13 @@ class Optimizer:
     """Of one rank."""
 
     def __init__(
-        self, chunks: Sequence[ChunkBuckets], options: OptimizerOptions, tensor_group: ProcessGroup | None = None
+        self,
+        chunks: Sequence[ChunkBuckets],
+        options: OptimizerOptions,
+        tensor_group: ProcessGroup | None = None,
+        expert_tensor_group: ProcessGroup | None = None,
     ) -> None:
-        """tensor_group: the ranks that share each matrix."""
+        """tensor_group: the ranks that share each dense matrix. expert_tensor_group: those that share each one of an expert."""
         self.options = options
         self.distributed = options.distributed
         self.steps = 0
@@ -68,7 +72,7 @@ class Optimizer:
             for item in _cut(bucket, master, options.kind)
         ]
         self._torch = self._make()
-        self._muon = self._make_muon(tensor_group)
+        self._muon = self._make_muon(tensor_group, expert_tensor_group)
 
     def ranges(self) -> Iterator[FlatRange]:
         """What this rank updates. Without `distributed` whole parameters, the same on every data-parallel rank."""
@@ -101,13 +105,13 @@ class Optimizer:
                 made.state[master]["step"] = torch.zeros((), device=master.device)
         return made
 
-    def _make_muon(self, tensor_group: ProcessGroup | None) -> Muon | None:
+    def _make_muon(self, dense: ProcessGroup | None, of_experts: ProcessGroup | None) -> Muon | None:
         options = self.options.muon
-        gathered = tensor_group if options.tp_mode == "duplicated" else None
+        gathers = options.tp_mode == "duplicated"
         matrices = [
             Matrix(
                 item.info, item.tensors["master"], item.gradient, item.tensors["momentum_buffer"],
-                None if item.info.kind is Kind.EXPERT else gathered,
+                (of_experts if item.info.kind is Kind.EXPERT else dense) if gathers else None,
             )
             for item in self._ranges
             if kind_of(item.info, self.options.kind) == "muon"

@@ -23,7 +23,7 @@ class Traffic:
     """Of one rank and step."""
 
     group: str
-    """As parallel/grid.py has them: `tp`, `replicas`, `ep`, `edp`, `ends`, `world`; `pp` for messages between stages."""
+    """As parallel/grid.py has them: `tp`, `replicas`, `ep`, `etp`, `edp`, `ends`, `world`; `pp` for messages between stages."""
     kind: str
     """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `send`."""
     bytes: float
@@ -49,7 +49,7 @@ def sizes(run: Described) -> dict[str, int]:
     """Ranks of each group."""
     layout = run.sizes.layout
     return {
-        "tp": layout.tp, "replicas": run.sizes.dp, "pp": layout.pp, "ep": layout.ep, "edp": run.expert_dp,
+        "tp": layout.tp, "replicas": run.sizes.dp, "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
         "ends": 2 if layout.pp > 1 else 1, "world": run.world,
     }  # fmt: skip
 
@@ -158,7 +158,10 @@ def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
     experts, balance = run.config.experts, run.options.balance
     tokens = run.sizes.seq * run.sizes.micro_batch // (run.sizes.layout.tp if run.sequence else 1)
     rows = tokens * experts.per_token * run.itemsize
-    yield "ep", "all_to_all", (rows * (2 * run.config.hidden + 1)) * (forward + 1) + experts.count * INT64 * forward
+    each, etp = rows * (2 * run.config.hidden + 1) * (forward + 1), run.sizes.layout.etp
+    yield "ep", "all_to_all", each + experts.count * INT64 * forward
+    yield "etp", "all_to_all", each * etp
+    yield "etp", "all_gather", experts.count * INT64 * forward * etp
     for kind, _ in balance.losses:
         each = run.sizes.micro_batch if kind == "seq_aux_loss" else 1
         yield "tp", "all_reduce", each * experts.count * FLOAT32 * forward
@@ -179,4 +182,4 @@ def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Co
         if info.partial:
             yield "tp", "all_reduce", own * FLOAT32
         if info.tied:
-            yield "ends", "all_reduce", own * FLOAT32
+            yield info.tied, "all_reduce", own * FLOAT32

@@ -17,7 +17,7 @@ YAML_FLAGS = ("--yaml-cfg", "--config-file")
 WITHOUT_EFFECT = {
     "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
     "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "dist_ckpt_strictness": 1,
-    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0,
+    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "fp8_param_gather": 0,
     "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0,
     "moe_grouped_gemm": 0, "moe_pad_expert_input_to_capacity": 0, "moe_permute_fusion": 0,
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
@@ -30,8 +30,8 @@ WITHOUT_EFFECT = {
 
 REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
-    "decoupled_min_lr": "a learning rate of embedding and head alone", "fp8_amax_compute_algo": "FP8", "fp8_amax_history_len": "FP8",
-    "fp8_format": "FP8", "fp8_param_gather": "FP8", "fp8_recipe": "FP8",
+    "decoupled_min_lr": "a learning rate of embedding and head alone",
+    "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
     "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
     "no_position_embedding": "a model without any positions (rope needs no such flag)",
@@ -39,10 +39,18 @@ REFUSED = {
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
-    "dataloader_type": "single", "expert_tensor_parallel_size": "1",
+    "dataloader_type": "single",
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""
+
+OTHERWISE_CALLED = {
+    "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
+    "--max-length": "--seq-length", "--batch-size": "--global-batch-size", "--output-dir": "--save", "--model": "--load",
+    "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
+    "--beta": "--dpo-beta",
+}  # fmt: skip
+"""Flags of other trainers -> Megatron-LM's for the same, which don't look alike."""
 
 EXAMPLES = {
     "pretrain": """examples:
@@ -190,7 +198,7 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
-    close = difflib.get_close_matches(word, known, n=1)
+    close = [OTHERWISE_CALLED[word]] if word in OTHERWISE_CALLED else difflib.get_close_matches(word, known, n=1)
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
 
 

@@ -18,7 +18,16 @@ def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), short: str |
 class Model:
     """Model; with --load all of this comes from the checkpoint, and a flag that contradicts it is an error"""
 
-    num_layers: int | None = flag(None, "transformer layers")
+    model_type: str | None = flag(
+        None,
+        "a decoder; or an encoder, or one with a decoder, that learns from hidden words (gpt, or the checkpoint's)",
+        choices=("gpt", "bert", "t5"),
+    )
+    num_layers: int | None = flag(None, "transformer layers; of a T5 those of each stack")
+    encoder_num_layers: int | None = flag(None, "of a T5: another name for --num-layers")
+    decoder_num_layers: int | None = flag(
+        None, "of a T5: as many as its encoder has, which Megatron core gives it anyway"
+    )
     hidden_size: int | None = flag(None, "width of the model")
     ffn_hidden_size: int | None = flag(None, "width of the MLP (4 x hidden; 8/3 x hidden with --swiglu, rounded to 64)")
     num_attention_heads: int | None = flag(None, "attention heads")
@@ -71,6 +80,9 @@ class Model:
     qk_pos_emb_head_dim: int = flag(64, "those that do")
     v_head_dim: int = flag(128, "elements of a head of v")
     mtp_num_layers: int | None = flag(None, "layers that predict further tokens, one each")
+    bert_no_binary_head: bool = flag(
+        False, "of a BERT: neither types of tokens nor a head that tells whether two parts have changed places"
+    )
     vocab_size: int | None = flag(None, "tokens (the tokenizer's); NullTokenizer adds one more, the end of a document")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times tp")
 
@@ -81,6 +93,12 @@ class Parallel:
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", short="--tp")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", short="--pp")
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None, "of a T5: how many of these stages, the first ones, are the encoder's"
+    )
+    encoder_pipeline_model_parallel_size: int | None = flag(
+        None, "of a T5: stages of the encoder, before those of --pipeline-model-parallel-size"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleave: layers of one virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleave: virtual stages of each rank")
     context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
@@ -89,6 +107,9 @@ class Parallel:
         "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share each expert's matrices (as --tp where that fits, else 1)", short="--etp"
+    )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")
@@ -143,6 +164,10 @@ class Training:
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENTs over SAMPLES"
     )
     seq_length: int | None = flag(None, "tokens of a sequence (the model's positions, at most 4096)")
+    encoder_seq_length: int | None = flag(None, "of a T5: another name for --seq-length, what its encoder reads")
+    decoder_seq_length: int = flag(
+        128, "of a T5: tokens that its decoder says, one for each hidden token and each run of them"
+    )
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
     epochs: int | None = flag(None, "times through --finetune-data, instead of --train-iters")
@@ -227,6 +252,22 @@ class Precision:
     min_loss_scale: float = flag(1.0, "the least dynamic loss scale")
     loss_scale_window: int = flag(1000, "steps without overflow after which it doubles")
     hysteresis: int = flag(2, "overflows after which it halves")
+    fp8_format: str | None = flag(
+        None, "multiply layers' matrices in FP8: e4m3, or with gradients in e5m2", choices=("e4m3", "hybrid")
+    )
+    fp8_recipe: str = flag(
+        "delayed", "what shares a scale: a tensor, now (tensorwise) or by earlier steps, or blocks of one",
+        choices=("tensorwise", "delayed", "blockwise", "mxfp8"),
+    )  # fmt: skip
+    fp8_margin: int = flag(0, "powers of two that scales stay below the largest")
+    fp8_amax_history_len: int = flag(1, "steps that delayed scales look back")
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", "which of their largest elements counts", choices=("most_recent", "max")
+    )
+    no_fp8_wgrad: bool = flag(False, "gradients of weights in bf16")
+    first_last_layers_bf16: bool = flag(False, "some layers at both ends in bf16")
+    num_layers_at_start_in_bf16: int = flag(1, "how many at the start")
+    num_layers_at_end_in_bf16: int = flag(1, "how many at the end")
 
 
 @dataclass(frozen=True)
@@ -277,6 +318,29 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Dpo:
+    """DPO; learn from pairs of answers which of them is preferred"""
+
+    dpo: bool = flag(
+        False, "--finetune-data are pairs of a chosen and a rejected answer; the reference model is --load"
+    )
+    dpo_beta: float = flag(0.1, "how much the reference holds: rewards are beta x log-probabilities over its own")
+    dpo_loss: str = flag("sigmoid", "the loss of a pair", choices=("sigmoid", "hinge", "ipo"))
+    dpo_label_smoothing: float = flag(0.0, "how probable it is that a pair is the wrong way round, below 0.5")
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Hidden words, for --model-type bert and t5 on what preprocess --split-sentences made"""
+
+    mask_prob: float = flag(0.15, "part of a sample's tokens that is hidden")
+    short_seq_prob: float = flag(0.1, "of a sample that is made shorter on purpose")
+    vocab_extra_ids: int = flag(
+        100, "of a T5: tokens added to a BERT vocabulary, each of which stands for a run of hidden words"
+    )
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA; adapters are trained and saved, the model's weights stay as they are"""
 
@@ -309,7 +373,7 @@ class Checkpointing:
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
     transformer_impl: str = flag(
         "transformer_engine",
-        "whose modules (their _extra_state) a checkpoint lists",
+        "whose modules (their _extra_state) a checkpoint lists; and, where it is installed, whether it computes in FP8",
         choices=("transformer_engine", "local"),
     )
     async_save: bool = flag(False, "write while training goes on")
@@ -350,6 +414,8 @@ class Settings:
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     data: Data = Data()
+    dpo: Dpo = Dpo()
+    masked: Masked = Masked()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()

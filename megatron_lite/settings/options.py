@@ -55,6 +55,41 @@ class LoRA:
 
 
 @dataclass(frozen=True)
+class FP8:
+    """How the matrices of layers are multiplied, by Megatron's names: parallel/fp8.py."""
+
+    format: str = "hybrid"
+    """`e4m3`, or `hybrid`: gradients in e5m2."""
+    recipe: str = "delayed"
+    """`tensorwise`, `delayed`, `blockwise` or `mxfp8`."""
+    margin: int = 0
+    """Powers of two that a scale stays below the largest."""
+    history: int = 1
+    """Steps that delayed scales look back."""
+    algorithm: str = "most_recent"
+    """`most_recent` of these, or `max`."""
+    weight_gradient: bool = True
+    """Whether gradients of weights are products in FP8 too."""
+    first_in_bf16: int = 0
+    last_in_bf16: int = 0
+    """Layers that have none."""
+    transformer_engine: bool = True
+    """Its products where it is installed and a GPU is there; else torch's."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Direct preference optimization: what is learned of a pair of answers, the chosen one's row before the rejected one's."""
+
+    beta: float = 0.1
+    """Of rewards, which are beta times how much likelier an answer has become than under the reference."""
+    loss: str = "sigmoid"
+    """`sigmoid`, `hinge` or `ipo`: models/preference.py."""
+    label_smoothing: float = 0.0
+    """How probable it is that a pair is the wrong way round."""
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How the forward and backward passes run."""
 
@@ -75,9 +110,13 @@ class ModelOptions:
     """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what the device likes (models/loss.py)."""
+    fp8: FP8 | None = None
+    """Of the products of layers; None: they are in dtype."""
     balance: Balancing = Balancing()
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
+    preference: Preference | None = None
+    """What is learned of microbatches that have a reference; None: each label for itself."""
     mtp_loss_scale: float = 0.1
     """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128

@@ -1,7 +1,8 @@
 """Models that see or hear as a whole: which of a file's tensors lie beside the language model, and their names in Megatron.
 
 Megatron-Bridge holds transformers' own towers, whole on every tensor rank of the first stage, beside a `language_model`. Its names
-are those of the files without `model.`, but for RENAMED. Source: its mapping registries, 22 August 2026.
+are those of the files without `model.`, but for RENAMED. Towers that it builds itself are in towers.py. Source: its mapping
+registries, 22 August 2026.
 """
 
 import json
@@ -14,7 +15,8 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
 from megaconv.families.parts.hf_config import QUANTIZATION
 from megaconv.families.parts.language_model import INSIDE, TEXT, inner_names, place_inside
-from megaconv.model.beside import BESIDE, Beside, Whole
+from megaconv.families.parts.towers import IN_FILES, TOWERS
+from megaconv.model.beside import BESIDE, TOWER, Beside, Whole
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
@@ -41,15 +43,11 @@ _AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
     "kimi_k25": (INSIDE[1], ()),
     "mistral3": (INSIDE[1], ()),
     "qwen2_audio": (INSIDE[1], ()),
+    **dict.fromkeys(TOWERS, (INSIDE[2], ())),
 }
 
-
-REBUILT = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5")
-"""By model_type: towers that Megatron-Bridge doesn't take from transformers."""
-
-
-TOWERS = {"Megatron-Bridge's": tuple(_AS_BRIDGE_HAS_THEM), "their files'": REBUILT}
-"""Whose names the tensors beside a language model have in Megatron -> model_types; those of all others are their files'."""
+NAMED_AS_IN_BRIDGE = tuple(_AS_BRIDGE_HAS_THEM)
+"""By model_type: models whose tensors beside the language model have Megatron-Bridge's names; those of all others have their files'."""
 
 
 def split_whole(
@@ -67,7 +65,11 @@ def split_whole(
         raise CorruptCheckpoint(
             f"{where}: holds a language model alone, and config.json is of {named(whole.config)}; --text-only converts it"
         )
-    renamed = _renamed(str(whole.config.get("model_type")), others)
+    kind = str(whole.config.get("model_type"))
+    if kind in TOWERS and any(name.startswith(IN_FILES) for name in others):
+        whole = _with_tower(whole, kind)
+    others = [name for name in others if not (whole.tower and name.startswith(IN_FILES))]
+    renamed = _renamed(kind, others)
     tensors = tuple(
         _beside(_in_megatron(name, renamed), name, tuple(found[name].shape), hf_shape=True) for name in others
     )
@@ -80,7 +82,13 @@ def split_whole(
             f"{where}: {moved} is of the language model, whose other tensors' names begin with {inside}; --text-only converts it alone"
         )
     inner = {new: found[old] for old, new in names.items()}
-    return inner, {BESIDE + name: found[name] for name in others}, replace(config, whole=whole)
+    beside = {BESIDE + name: tensor for name, tensor in found.items() if name not in names}
+    return inner, beside, replace(config, whole=whole)
+
+
+def _with_tower(whole: Whole, kind: str) -> Whole:
+    """Its tower as Megatron builds it. Raises CorruptCheckpoint for sizes that no tower has."""
+    return replace(whole, tower=TOWERS[kind].rows, sizes=TOWERS[kind].sizes(whole.config))
 
 
 def whole_in_megatron(whole: Whole, tensors: Mapping[str, Shape], said: Whole | None, where: str) -> Whole:
@@ -97,8 +105,15 @@ def whole_in_megatron(whole: Whole, tensors: Mapping[str, Shape], said: Whole | 
     if said is None:
         (begin, inside), renamed = _AS_BRIDGE_HAS_THEM[kind]
         said = Whole(whole.config, begin, inside, renamed=renamed)
-    listed = tuple(_beside(name, _in_files(name, said.renamed), shape) for name, shape in tensors.items())
-    found = replace(said, config=whole.config, tensors=listed)
+    found = replace(said, config=whole.config)
+    if kind in TOWERS and any(name.startswith(TOWER) for name in tensors):
+        found = _with_tower(found, kind)
+    listed = tuple(
+        _beside(name, _in_files(name, said.renamed), shape)
+        for name, shape in tensors.items()
+        if not (found.tower and name.startswith(TOWER))
+    )
+    found = replace(found, tensors=listed)
     _require_distinct(found, where)
     return found
 
@@ -126,11 +141,6 @@ def whole_notices(whole: Whole | None) -> tuple[str, ...]:
         return ()
     name, kind = named(whole.config), whole.config.get("model_type")
     words = listing(whole.parts())
-    if kind in REBUILT:
-        return (
-            f"{name}: what lies beside the language model ({words}) is copied as transformers has it; Megatron-Bridge builds that tower of "
-            "Megatron's own layers, by other names, and won't load it",
-        )
     if kind not in _AS_BRIDGE_HAS_THEM:
         return (
             f"{name}: Megatron-Bridge has no such model; what lies beside the language model ({words}) is called as in its files",
@@ -187,6 +197,7 @@ def _require_distinct(whole: Whole, where: str) -> None:
             back != each.hf
             or each.name in seen
             or each.name.startswith("language_model.")
+            or whole.builds(BESIDE + each.name)
             or set("{}|") & set(each.name + each.hf)
         ):
             raise UnsupportedInput(

@@ -27,9 +27,11 @@ from megaconv.model.natives import NativeTensor
 
 EXTRA_STATE = "._extra_state"
 
-_STACKED_LAYERS = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
+_LAYERS = r"((?:decoder|encoder)\.layers\.|vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)"
+"""How names in a stack begin, of a language model or of a tower that Megatron has of its own layers (families/parts/towers.py)."""
+_STACKED_LAYERS = re.compile(_LAYERS + r"(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?!\d+\.)(.+)")
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+_LAYER = re.compile(_LAYERS + r"(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.+)")
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")
 _PREFIX = re.compile(r"((?:(?:module|model|language_model)\.)*)embedding\.word_embeddings\.weight")

@@ -18,6 +18,7 @@ from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shi
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
+from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files, is_for_bridge
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
@@ -29,7 +30,7 @@ from megaconv.model.beside import BESIDE
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
-from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.natives import Region, native_tensors
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 
@@ -60,9 +61,10 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         **kept.state(None, optimizer.state()),
         "num_floating_point_operations_so_far": header.training.floating_point_operations,
     }  # fmt: skip
+    for_bridge = is_for_bridge(options)
     content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
-    if content:
-        common["content_metadata"] = {"singleton_local_shards": False} | content
+    if content or for_bridge:
+        common["content_metadata"] = CONTENT | content
     model.objects.extend(
         ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
         for (tp_rank, pp_rank, _), state in kept.rng.items()
@@ -71,6 +73,9 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
     files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
     files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
+    if for_bridge:
+        has = {"with_optimizer": optimizer.writer is not None, "with_rng": bool(kept.rng)}
+        files |= bridge_files(header, layout, arguments, iteration, **has)
     placements, zeros = place(
         ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
     )
@@ -112,8 +117,9 @@ class GlobalModel:
         inside = [native for native in natives if not native.name.startswith(BESIDE)]
         beside = [native for native in natives if native.name.startswith(BESIDE)]
         for native in chain(beside, *map(pieces, inside)):
-            key, place = stack(native.name, layers=stacked, local=renamed)
-            key = called(key)
+            name = native.name.removeprefix(BESIDE)
+            key, place = stack(name, layers=stacked, local=renamed)
+            key = called(key) if name == native.name else key
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
             slots = () if native.copy else optimizer.tensors(native)
@@ -121,7 +127,12 @@ class GlobalModel:
                 chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
         _require_one_dtype(chunks)
-        objects = [(called(key), *rest) for key, *rest in _extra_objects(inside, stacked, local)]
+        objects = [
+            (called(key), *rest) for key, *rest in _extra_objects([each.name for each in inside], stacked, local)
+        ]
+        if config.whole is not None:
+            tower = [each.name.removeprefix(BESIDE) for each in beside if config.whole.builds(each.name)]
+            objects += _extra_objects(tower, stacked, local)
         return cls(stacked, chunks, shapes, objects)
 
 
@@ -134,8 +145,7 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
             )
 
 
-def _extra_objects(natives: list[NativeTensor], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
-    names = [native.name for native in natives]
+def _extra_objects(names: list[str], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     known = extra_states(names, CORE_LOCAL if local else CORE)
     # Of the head GPTModel leaves it out, MambaModel doesn't.
     with_head = "decoder.final_norm.weight" in names

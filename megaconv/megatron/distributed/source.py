@@ -21,6 +21,7 @@ from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
 from megaconv.megatron.distributed.run_config import NEMO, RUN_CONFIG, describe, latest_version, nemo_weights
 from megaconv.megatron.rank_files.source import RankSource
 from megaconv.megatron.states.ranks import RankId, Ranks, Weights
+from megaconv.model.beside import TOWER
 from megaconv.options import LoadOptions
 
 _log = logging.getLogger("megaconv")
@@ -84,6 +85,8 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
     inside, beside = model_tensors(tensors)
     weights: Weights = dict(unstack(inside))
+    tower = {name: tensor for name, tensor in beside.items() if name.startswith(TOWER)}
+    beside = {name: tensor for name, tensor in beside.items() if name not in tower} | unstack(tower)
     ranks = Ranks(
         1, 1, 1, {rank: state}, {rank: [weights]}, {rank: str(version)}, {rank: version / torch_dist.COMMON_FILE},
         {rank: dict(beside)},

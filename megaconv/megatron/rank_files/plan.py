@@ -322,8 +322,11 @@ class _Planner:
             for native in natives
         }
         inside = [name for name in entries if not name.startswith(BESIDE)]
-        for name, is_tensor in self.style.extra_states(inside).items():
-            entries[name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
+        whole = self.header.config.whole
+        tower = [name.removeprefix(BESIDE) for name in entries if whole is not None and whole.builds(name)]
+        states = [("", self.style.extra_states(inside)), (BESIDE, self.style.extra_states(tower))]
+        for before, name, is_tensor in ((before, *each) for before, found in states for each in found.items()):
+            entries[before + name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
         yield from sorted(entries.items(), key=lambda entry: self._order(entry[0]))
 
     def _place(

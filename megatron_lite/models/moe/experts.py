@@ -1,49 +1,44 @@
 """What experts make of the rows that came to them, and the mixture of them that a layer may have for its MLP."""
 
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron_lite.models.mlp import activate
+from megatron_lite.models.mlp import activate, is_plain_swiglu
 from megatron_lite.models.moe.dispatch import route
+from megatron_lite.models.moe.grouped import grouped_linear, weighted_swiglu
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.product import PLAIN, Product
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
 
 
 class ExpertMatrix(nn.Module):
+    """Of one expert; experts.py computes with those of all of them at once."""
+
     kinds: ClassVar = {"weight": Kind.EXPERT, "bias": Kind.EXPERT}
 
     def __init__(self, width: int, out: int, *, bias: bool) -> None:
         super().__init__()
         self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Its own bias is for the caller to give or to add, who may weigh it."""
-        return adapted(F.linear(x, self.weight, bias), self.adapter, x)
-
 
 class Expert(nn.Module):
-    """[gate; up], activation, down."""
+    """[gate; up], activation, down; with expert tensor parallelism this rank's part of these, whose output is a term of a sum."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.shape = plan.config.mlp
-        ffn, hidden = plan.sizes["moe_ffn"], plan.config.hidden
-        self.linear_fc1 = ExpertMatrix(hidden, ffn * (2 if self.shape.gated else 1), bias=self.shape.bias)
-        self.linear_fc2 = ExpertMatrix(ffn, hidden, bias=self.shape.bias)
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """x [rows, hidden], weights [rows, 1], which multiply the activation, as in Megatron: so no output has to be kept."""
-        inner = activate(self.linear_fc1(x, self.linear_fc1.bias), self.shape)
-        made: Tensor = self.linear_fc2(inner * weights)
-        return made if self.linear_fc2.bias is None else made + self.linear_fc2.bias * weights
+        shape, ffn, hidden = plan.config.mlp, plan.sizes["moe_ffn"], plan.config.hidden
+        self.linear_fc1 = ExpertMatrix(hidden, ffn * (2 if shape.gated else 1), bias=shape.bias)
+        self.linear_fc2 = ExpertMatrix(ffn, hidden, bias=shape.bias)
 
 
 class Experts(nn.Module):
@@ -51,12 +46,48 @@ class Experts(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
+        self.shape = plan.config.mlp
         self.local_experts = nn.ModuleList(Expert(plan) for _ in range(plan.sizes["local_experts"]))
 
     def forward(self, x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-        """x [rows, hidden], sorted by expert, of whom each has so many. One without rows is called too, for its gradient of 0."""
-        parts = zip(self.local_experts, torch.split(x, counts), torch.split(weights, counts), strict=True)
-        return torch.cat([expert(rows, weight) for expert, rows, weight in parts])
+        """x [rows, hidden], sorted by expert, of whom each has so many; weights [rows, 1].
+
+        The weights multiply the activation, as in Megatron: so no output has to be kept.
+        """
+        fc1, fc2 = (list(self._matrices(name)) for name in ("linear_fc1", "linear_fc2"))
+        inner, bias = _products(fc1, x, counts), _biases(fc1, counts)
+        inner = inner if bias is None else inner + bias
+        if is_plain_swiglu(self.shape):
+            made = _products(fc2, weighted_swiglu(inner, weights), counts)
+        else:
+            made = _products(fc2, activate(inner, self.shape) * weights, counts)
+        bias = _biases(fc2, counts)
+        return made if bias is None else made + bias * weights
+
+    def _matrices(self, name: str) -> Iterator[ExpertMatrix]:
+        for expert in self.local_experts:
+            matrix = getattr(expert, name)
+            assert isinstance(matrix, ExpertMatrix)
+            yield matrix
+
+
+def _products(matrices: Sequence[ExpertMatrix], x: Tensor, counts: list[int]) -> Tensor:
+    """[rows, out], with what adapters add, without biases."""
+    if all(matrix.product is PLAIN for matrix in matrices):
+        made = grouped_linear(x, [matrix.weight for matrix in matrices], counts)
+    else:
+        each = zip(matrices, torch.split(x, counts), strict=True)
+        made = torch.cat([matrix.product.linear(rows, matrix.weight) for matrix, rows in each])
+    if all(matrix.adapter is None for matrix in matrices):
+        return made
+    parts = zip(matrices, torch.split(made, counts), torch.split(x, counts), strict=True)
+    return torch.cat([adapted(part, matrix.adapter, rows) for matrix, part, rows in parts])
+
+
+def _biases(matrices: Sequence[ExpertMatrix], counts: list[int]) -> Tensor | None:
+    """[rows, out]: of each row's expert; None where there are none."""
+    biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
+    return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)]) if biases else None
 
 
 class SharedExperts(nn.Module):
@@ -82,17 +113,21 @@ class Mixture(nn.Module):
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
-        self.count, self.group = plan.config.experts.count, plan.expert_group
+        self.count, self.ranks = plan.config.experts.count, plan.expert_ranks
         self.router = Router(plan, layer)
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would compile anew for other numbers of rows
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden]."""
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat, x.shape[1], run.balance)
-        way = route(chosen, self.count, self.group)
-        rows, scaled = way.there(flat[way.token]), way.there(weights.flatten()[way.slot].unsqueeze(1))
+        way = route(chosen, self.count, self.ranks)
+        rows, scaled = (
+            way.there(flat.index_select(0, way.token)),
+            way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1)),
+        )
         made = way.back(self.experts(rows, scaled, way.counts))
         mixed = torch.zeros_like(flat).index_add(0, way.token, made).view_as(x)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)

@@ -254,12 +254,12 @@ def batches(dataset: Dataset, micro: int = 2, rank: int = 0, size: int = 1) -> G
 def test_batches_are_tensors_of_micro_batches(corpus: Path) -> None:
     dataset = train(corpus)
     batch = batches(dataset).at(6, 4)
-    assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape == (2, 2, 16)
-    assert [tensor.dtype for tensor in (batch.tokens, batch.position_ids, batch.loss_mask, batch.documents)] == [
+    assert batch["tokens"].shape == batch["labels"].shape == batch["loss_mask"].shape == (2, 2, 16)
+    assert [batch[name].dtype for name in ("tokens", "position_ids", "loss_mask", "documents")] == [
         torch.int64, torch.int64, torch.float32, torch.int32,
     ]  # fmt: skip
     expected = np.stack([dataset[number].tokens for number in range(6, 10)])
-    assert torch.equal(batch.tokens.flatten(0, 1), torch.from_numpy(expected))
+    assert torch.equal(batch["tokens"].flatten(0, 1), torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize(("micro", "size"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 12)])
@@ -287,11 +287,11 @@ def test_a_resume_at_any_position_gives_the_batches_of_the_whole_run(corpus: Pat
     for size in (2, 2, 4, 4, 8, 8, 8):
         steps.append((position, size))
         position += size
-    whole = [(consumed, batch.tokens.tolist()) for consumed, batch in prefetch(batches(dataset), steps)]
+    whole = [(consumed, batch["tokens"].tolist()) for consumed, batch in prefetch(batches(dataset), steps)]
     assert [consumed for consumed, _ in whole] == [consumed for consumed, _ in steps]
     for first in range(len(steps)):
         again = train(corpus)
-        resumed = [(consumed, batch.tokens.tolist()) for consumed, batch in prefetch(batches(again), steps[first:])]
+        resumed = [(consumed, batch["tokens"].tolist()) for consumed, batch in prefetch(batches(again), steps[first:])]
         assert resumed == whole[first:]
 
 

@@ -12,7 +12,8 @@ import megaconv
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, pieces_for
-from megatron_lite.loop.inputs import Feeder
+from megatron_lite.loop.model_types import MODEL_TYPES, Feeder
+from megatron_lite.settings.config import Data, Settings
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, train
 from tests.trainer.loop.test_manners import metrics, refused
@@ -70,8 +71,8 @@ def test_what_is_cut_and_dropped_is_said(tmp_path: Path) -> None:
     log = train(
         tmp_path, 1, command.replace("--vocab-size 60", "--vocab-size 59").replace("batch-size 4", "batch-size 1")
     ).log(0)
-    assert "warning: 1 examples are longer than --seq-length 16 and were cut" in log
-    assert "warning: 1 examples were dropped: nothing to learn is left of them" in log
+    assert "warning: 1 example is longer than --seq-length 16 and was cut" in log
+    assert "warning: 1 example was dropped: nothing to learn is left of it" in log
 
 
 @pytest.mark.parametrize(
@@ -102,12 +103,12 @@ def test_packed_examples_have_the_losses_of_each_alone() -> None:
     learned[bounds[1:] - 1] = True
     pieces = pieces_for(Examples(tokens, learned, bounds, np.zeros(12, bool)), 16)
     engine = make_engine(Case())
-    feeder = Feeder(torch.device("cpu"), 1, 0, reset_position_ids=True, reset_attention_mask=True)
+    feeder = Feeder(MODEL_TYPES["gpt"], Settings(data=Data(finetune_data=("a.jsonl",))), torch.device("cpu"), 1, 0)
 
     def losses(members: list[int]) -> tuple[float, float, int]:
         dataset = FinetuneDataset(pieces, np.array(members), 16, None, 0)
         batch = GlobalBatches(dataset, 1, 0, 1, 61).at(0, len(dataset))
-        return *engine.evaluate(feeder.microbatches(batch)), len(dataset)
+        return *engine.evaluate(feeder.microbatches(batch))["loss"], len(dataset)
 
     packed, counted, samples = losses(list(range(12)))
     alone = [losses([number])[:2] for number in range(12)]

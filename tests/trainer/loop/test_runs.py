@@ -153,9 +153,10 @@ def test_a_killed_run_whose_sequences_are_shared_gives_the_bits_of_one_that_was_
 EXPERT_LAYOUTS = [
     (4, "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
     (4, "--pp 2 --ep 2 --use-distributed-optimizer --exit-interval 4"),
-    (2, "--ep 2 --exit-interval 6"),
+    (2, "--etp 2 --exit-interval 6"),
     (1, ""),
 ]
+"""The first with experts in two parts each, as tensor ranks are two; the third with parts of experts on data-parallel ranks."""
 
 
 def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_path: Path) -> None:
@@ -165,9 +166,16 @@ def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_pa
     assert prints[0].weights == prints[1].weights
 
 
-def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("etp", "ranks"),
+    [
+        (1, {"mp_rank_00_000", "mp_rank_01_001"}),
+        pytest.param(2, {f"mp_rank_{tp:02}_{ep:03}" for tp in (0, 1) for ep in (0, 1)}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path, etp: int, ranks: set[str]) -> None:
     """The whole run is saved in one format, the parts in the other: a file for each rank that holds the first copy of experts."""
-    words = "--tp 2 --ep 2 --sequence-parallel --use-distributed-optimizer --bf16"
+    words = f"--tp 2 --ep 2 --etp {etp} --sequence-parallel --use-distributed-optimizer --bf16"
     command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt {words}"
     train(tmp_path / "whole", 4, command)
     train(tmp_path / "parts", 4, f"{command} --ckpt-format torch --exit-interval 2")
@@ -176,16 +184,23 @@ def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) ->
     prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
     assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
     assert prints[0].optimizer is not None
-    ranks = {path.name for path in (tmp_path / "parts" / "ckpt" / "iter_0000004").iterdir()}
-    assert ranks == {"mp_rank_00_000", "mp_rank_01_001"}
+    assert {path.name for path in (tmp_path / "parts" / "ckpt" / "iter_0000004").iterdir()} == ranks
 
 
-def test_too_few_rank_files_for_the_tensor_ranks_are_refused(tmp_path: Path) -> None:
-    running = launch(
-        tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch --tp 2 --sequence-parallel"
-    )
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--tp 2 --etp 1 --sequence-parallel",
+            "etp x ep = 1 x 1 = 1, too few for the parts of tp = 2 ranks; take --ep 2 or more",
+        ),
+        ("--etp 2", "etp = 2 has to divide tp = 1"),
+    ],
+)
+def test_rank_files_that_have_no_room_for_all_parts_are_refused(tmp_path: Path, words: str, message: str) -> None:
+    running = launch(tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch {words}")
     assert running.wait() == [2, 2]
-    assert "etp x ep = 1 x 1 = 1, too few for the parts of tp = 2 ranks; take --ep 2 or more" in running.logs()
+    assert message in running.logs()
 
 
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
 from megatron_lite.models.chunk import ModelChunk
-from megatron_lite.models.plan import TRAINED, make_plan
+from megatron_lite.models.networks import NETWORKS
+from megatron_lite.models.plan import NETWORKS_OF_THEIR_OWN, TRAINED, make_plan
 from megatron_lite.models.rotary import Rotary
 from megatron_lite.models.table import table
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
 from megatron_lite.parallel.tensor import TensorGroup
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.architecture import OF_THEIR_OWN
+from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
 from tests.transformers_oracle import MIXTURES, VARIANTS
@@ -134,6 +136,7 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
 def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
+    assert set(NETWORKS) == set(NETWORKS_OF_THEIR_OWN) == set(OF_THEIR_OWN)
     oracles = {variant.model_type.removesuffix("_text") for variant in (VARIANTS | MIXTURES).values()}
     assert set(TRAINED) <= oracles
 
@@ -143,11 +146,11 @@ def test_the_documentation_lists_what_can_be_trained() -> None:
         (text.splitlines()) for text in (table(), (ROOT / "docs" / "trainer-models.md").read_text("utf-8"))
     )
     trained = [line.removesuffix(" yes |") for line in found if line.endswith("| yes |")]
-    assert len(trained) == len(TRAINED)
+    assert len(trained) == len(TRAINED) + len(NETWORKS)
     assert [line for line in listed if line.startswith("| ")] == ["| family | architectures |", *trained]
 
 
-@pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED)))
+@pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED) - set(NETWORKS)))
 def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> None:
     model = replace(MODELS["qwen3"], family=family)
     with pytest.raises(NotExpressible, match=f"a {family} can't be trained yet"):
@@ -236,9 +239,12 @@ def test_layouts_that_experts_can_not_have_are_refused(layout: Layout, message: 
         make_plan(FEATURES["mixtral"], layout, ModelOptions(), TensorGroup(None, 0, layout.tp))
 
 
-def test_a_mixture_is_not_compiled() -> None:
-    with pytest.raises(NotExpressible, match="can't be compiled yet"):
-        make_plan(FEATURES["mixtral"], Layout(stage_layers=(4,)), ModelOptions(compile=True), TensorGroup())
+def test_experts_that_have_biases_or_adapters_are_not_cut() -> None:
+    cut, adapters = Layout(etp=2, stage_layers=(4,)), ModelOptions(lora=LoRA(4, 8.0))
+    with pytest.raises(LayoutError, match="experts with biases can't be sharded"):
+        make_plan(MODELS["gpt_oss"], cut, ModelOptions(), TensorGroup())
+    with pytest.raises(LayoutError, match="adapters are for whole experts"):
+        make_plan(MODELS["mixtral"], cut, adapters, TensorGroup())
 
 
 def test_expert_parallel_sizes_that_do_not_fit_are_refused_with_the_arithmetic() -> None:

@@ -39,6 +39,7 @@ class Mixture:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    etp: int = 1
     distributed: bool = False
     recompute: str | None = None
 
@@ -61,7 +62,7 @@ class Mixture:
         return found
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep") if getattr(self, name) > 1]
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep", "etp") if getattr(self, name) > 1]
         return " ".join([self.run, *words, *(["zero"] if self.distributed else []), *filter(None, [self.recompute])])
 
 
@@ -112,8 +113,8 @@ def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
     found = {name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()}
     tensors = load_file(file)
     for native in native_tensors(rows, config, CORE_LOCAL, layout, 0, chunk, config.vocab):
-        if native.name.endswith("expert_bias") and native.name not in tensors:
-            continue  # it has no gradient
+        if native.copy is not None or (native.name.endswith("expert_bias") and native.name not in tensors):
+            continue  # a second one, or without a gradient
         whole = tensors[native.name].numpy().reshape(matrix_shape(native.shape))
         for name, regions in native.parts.items():
             matrix = found[name].reshape(matrix_shape(found[name].shape))
@@ -127,7 +128,7 @@ def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
 def make_engine(case: Mixture) -> Engine:
     config, balance = describe(case)
     stages = (config.layer_count // case.pp,) * case.pp
-    layout = Layout(case.tp, case.pp, 1, case.ep, 1, stage_layers=stages)
+    layout = Layout(case.tp, case.pp, 1, case.ep, case.etp, stage_layers=stages)
     training = case.expected()["training"]
     options = ModelOptions(
         "float32", sequence_parallel=case.tp > 1, balance=balance, vocab_divisor=1,
@@ -195,7 +196,7 @@ def test_ten_steps_of_one_process_are_megatron_cores(case: Mixture) -> None:
 LAYOUTS = [
     Mixture(dp=2, ep=2), Mixture("qwen", "qwen", tp=2, ep=2), Mixture(tp=2, ep=1), Mixture(pp=2, dp=2, ep=2, distributed=True),
     Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, distributed=True),
-    Mixture("mla", "mla_mtp", tp=2, pp=2, ep=2),
+    Mixture("mla", "mla_mtp", tp=2, pp=2, ep=2), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, distributed=True),
 ]  # fmt: skip
 MORE_LAYOUTS = [
     Mixture(recompute="full"), Mixture("qwen", "qwen", recompute="selective"), Mixture("deepseek", "deepseek"),
@@ -208,6 +209,11 @@ MORE_LAYOUTS = [
     Mixture(run="drop_probs", dp=2, ep=2, distributed=True), Mixture(run="drop_position", pp=2, dp=2, ep=2),
     Mixture("mla", "mla_mtp", dp=2, ep=2), Mixture("mla", "mla_mtp", tp=2, dp=2, ep=4),
     Mixture("deepseek", "deepseek", dp=2, ep=2), Mixture("deepseek", "deepseek", pp=2, dp=2, ep=2),
+    Mixture(tp=2, etp=2), Mixture(tp=2, pp=2, etp=2, distributed=True), Mixture(dp=2, etp=2), Mixture(dp=4, ep=2, etp=2),
+    Mixture("qwen", "qwen", tp=2, dp=2, etp=2, distributed=True), Mixture("qwen", "qwen", tp=2, dp=2, etp=4),
+    Mixture("mla", "mla_mtp", tp=2, pp=2, etp=2), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, recompute="full"),
+    Mixture(tp=2, dp=2, ep=4, recompute="selective"), Mixture("mtp", "mtp2", tp=2, dp=2, ep=2, etp=2),
+    Mixture(run="drop_probs", dp=2, etp=2), Mixture(run="global", tp=2, etp=2),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from megaconv.model.layout import Layout
 from megatron_lite.models.attention import attend, window_mask
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import ContiguousCache
-from megatron_lite.models.chunk import Counted, ModelChunk
+from megatron_lite.models.network import Counted, Network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.payload import Payload, Wire, Wires, with_gradient
@@ -135,7 +135,7 @@ def test_several_tensors_pass_between_stages_and_gradients_of_those_that_have_an
 class AnotherLoss:
     """In place of a chunk's: twice the loss, of every second label."""
 
-    def __init__(self, chunk: ModelChunk) -> None:
+    def __init__(self, chunk: Network) -> None:
         self._loss = chunk.loss
 
     def __call__(self, given: Payload, run: Pass) -> tuple[torch.Tensor, Mapping[str, Counted]]:

@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_microbatches() -> None:
     case = Case("qwen3")
     engine = make_engine(case)
     own = list(batches(case, 0))
-    loss_sum, tokens = engine.evaluate(own)
+    loss_sum, tokens = engine.evaluate(own)["loss"]
     report = engine.train_step(own, 0.0)
     assert report.tokens == tokens == sum(float(batch.loss_mask.sum()) for batch in own if batch.loss_mask is not None)
     assert report.loss == pytest.approx(loss_sum / tokens, rel=1e-12)
@@ -182,7 +182,7 @@ def weights_after_steps(_rank: int, case: Case, overlap: bool) -> dict[str, torc
 
 def evaluated(_rank: int, case: Case, count: int) -> tuple[float, float]:
     engine = make_engine(case)
-    found = engine.evaluate(own_batches(case, 0, engine)[:count])
+    found = engine.evaluate(own_batches(case, 0, engine)[:count])["loss"]
     engine.grid.close()
     return found
 
@@ -250,6 +250,21 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
         assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many rows an expert gets changes all the time: the mixture runs as it is, and nothing is traced anew for other numbers."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = Case("mixtral", masked=False, options=(("compile", True),))
+    traced, plain = make_engine(case), make_engine(replace(case, options=()))
+    found = []
+    for number in range(3):
+        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[-1] <= 2, "before the mixture and behind it"
 
 
 def test_with_dropout_all_layers_share_what_was_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

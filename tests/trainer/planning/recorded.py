@@ -43,6 +43,7 @@ class Planned:
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    etp: int = 1
     dp: int = 1
     sequence: bool = False
     distributed: bool = False
@@ -74,6 +75,7 @@ class Planned:
             self.pp,
             self.vpp,
             self.ep,
+            self.etp,
             stage_layers=split_layers(config.layer_count, self.pp, self.vpp, LayerSplit()),
         )
         options = ModelOptions(

@@ -19,6 +19,7 @@ STEPS = [
     Planned("mixture", ep=2, dp=4, distributed=True),
     Planned("mixture", tp=2, dp=2, ep=2, sequence=True, recompute=FULL),
     Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True),
+    Planned("mixture", tp=2, dp=2, etp=2, sequence=True),
     Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
 ]
 

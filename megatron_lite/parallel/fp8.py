@@ -1,0 +1,160 @@
+"""Products in FP8, by the recipes that Megatron names: weights stay as they are, each product quantizes what it takes.
+
+| recipe     | one scale for                                       | computed by                                  |
+|------------|-----------------------------------------------------|----------------------------------------------|
+| tensorwise | a tensor: its largest element now                   | torch._scaled_mm                             |
+| delayed    | a tensor: its largest element in the steps before   | torch._scaled_mm                             |
+| blockwise  | 128 elements in a row, of a weight 128 x 128        | dequantized copies: torch has no kernel here |
+| mxfp8      | 32 elements in a row                                | the same                                     |
+
+Forward in e4m3; gradients in e5m2 where the format is `hybrid`, else e4m3. Scales of blocks are powers of two. Sources:
+Transformer Engine's recipes (Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling) and OCP's MX formats.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.product import OtherProduct
+from megatron_lite.settings.options import FP8
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = {"tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}
+"""What the sides of a matrix have to be multiples of, as kernels on GPUs ask for."""
+ROLES = ("input", "weight", "gradient")
+
+
+class Operand(NamedTuple):
+    role: str
+    values: Tensor
+    """[rows, what is summed over]."""
+    dtype: torch.dtype
+
+
+class FP8Product(OtherProduct):
+    """Of one matrix, with a scale for each tensor as it is now."""
+
+    def __init__(self, options: FP8) -> None:
+        self.options = options
+        self._of_gradients = E5M2 if options.format == "hybrid" else E4M3
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        made = self._multiply(Operand("input", rows, E4M3), Operand("weight", weight, E4M3), x.dtype)
+        made = made.view(*x.shape[:-1], len(weight))
+        return made if bias is None else made + bias
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        rows = Operand("gradient", grad.reshape(-1, grad.shape[-1]), self._of_gradients)
+        made = self._multiply(rows, Operand("weight", weight.t(), E4M3), grad.dtype)
+        return made.view(*grad.shape[:-1], weight.shape[1])
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        if not self.options.weight_gradient:
+            return super().of_weight(grad, x)
+        left = Operand("gradient", grad.t(), self._of_gradients)
+        return self._multiply(left, Operand("input", x.t(), E4M3), grad.dtype)
+
+    def _multiply(self, left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+        """left [m, k], right [n, k] -> left right' [m, n]."""
+        if not left.values.numel():
+            return left.values.new_zeros(len(left.values), len(right.values))
+        sides = []
+        for role, values, kind in (left, right):
+            factor = self.scale(role, values, kind)
+            # Tokens, which gradients of weights sum over, may be any number.
+            padded = F.pad(values, (0, -values.shape[1] % 16))
+            sides.append((quantized(padded, factor, kind).contiguous(), factor.reciprocal()))
+        (a, of_a), (b, of_b) = sides
+        return torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype)
+
+    def scale(self, role: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 []: what values are multiplied with."""
+        return factor(values.abs().amax().float(), dtype, self.options.margin)
+
+
+class DelayedProduct(FP8Product):
+    """With the scales that the largest elements of the steps before give; the first step's own where there were none.
+
+    These are not kept in checkpoints: a run that goes on has one step with scales of its own.
+    """
+
+    def __init__(self, options: FP8) -> None:
+        super().__init__(options)
+        self.history: dict[str, Tensor] = {}
+        """float32 [steps], by role, the latest first."""
+        self.largest: dict[str, Tensor] = {}
+        """float32 []: of this step."""
+
+    def scale(self, role: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        found = values.abs().amax().float()
+        self.largest[role] = torch.maximum(self.largest[role], found) if role in self.largest else found
+        before = self.history.get(role)
+        if before is not None:
+            found = before.amax() if self.options.algorithm == "max" else before[0]
+        return factor(found, dtype, self.options.margin)
+
+    def end_step(self, largest: Tensor) -> None:
+        """largest: float32 [roles], of all ranks; 0 where a role had nothing."""
+        for role, found in zip(ROLES, largest, strict=True):
+            before = self.history.get(role, found.new_zeros(0))
+            self.history[role] = torch.cat((found.view(1), before))[: self.options.history]
+        self.largest.clear()
+
+
+class BlockProduct(FP8Product):
+    """With a scale for each block along what is summed over, by dequantized copies: to see what a recipe does, not to be quick."""
+
+    def _multiply(self, left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+        # An element of 4 significant bits at most times a power of two: bf16 has it exactly.
+        a, b = (in_blocks(values, kind, self._block(role)) for role, values, kind in (left, right))
+        return (a @ b.t()).to(dtype)
+
+    def _block(self, role: str) -> tuple[int, int]:
+        if self.options.recipe == "mxfp8":
+            return 1, 32
+        return (128, 128) if role == "weight" else (1, 128)
+
+
+KINDS = {"tensorwise": FP8Product, "delayed": DelayedProduct, "blockwise": BlockProduct, "mxfp8": BlockProduct}
+
+
+def factor(largest: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """float32 []: what brings an element of this size to the largest of the format; 1 for zeros."""
+    found = torch.finfo(dtype).max / largest / 2**margin
+    return torch.where(largest > 0, found, torch.ones_like(found))
+
+
+def quantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to FP8; what is larger than its largest becomes that."""
+    most = torch.finfo(dtype).max
+    return (values.float() * scale).clamp(-most, most).to(dtype)
+
+
+def in_blocks(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tensor:
+    """Quantized and back, in values' dtype: with a power of two for each block [rows, columns], in which nothing overflows."""
+    rows, columns = values.shape
+    high, wide = block
+    padded = F.pad(values.float(), (0, -columns % wide, 0, -rows % high))
+    tiles = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
+    largest = tiles.abs().amax((1, 3), keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(factor(largest, dtype))))
+    found = quantized(tiles, scale, dtype).float() / scale
+    return found.view_as(padded)[:rows, :columns].to(values.dtype)
+
+
+def end_step(products: Sequence[DelayedProduct], groups: Iterable[comm.Group]) -> None:
+    """After a step: what was largest in it, over all ranks that have parts of the same tensors, for the next. Collective, once."""
+    if not products:
+        return
+    device = next(iter(products[0].largest.values())).device
+    none = torch.zeros((), device=device)
+    found = torch.stack([product.largest.get(role, none) for product in products for role in ROLES])
+    for group in groups:
+        comm.largest(found, group)
+    for product, own in zip(products, found.view(-1, len(ROLES)), strict=True):
+        product.end_step(own)

@@ -1,0 +1,58 @@
+"""Products of activations with a matrix: forward, and the two of the backward pass. What computes them is chosen for each matrix.
+
+Modules with a matrix have a `product`, which is PLAIN unless something else was put in its place (models/fp8.py). Nothing else knows.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+class Product:
+    """In the dtype of the tensors."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in], weight [out, in], bias [out] -> [..., out]; for autograd."""
+        return F.linear(x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same without autograd: what a Function calls that has a backward pass of its own."""
+        return F.linear(x, weight, bias)
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad [..., out] -> the gradient of x [..., in]."""
+        return grad @ weight
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """grad [rows, out], x [rows, in] -> [out, in]."""
+        return grad.t() @ x
+
+
+PLAIN = Product()
+
+
+class OtherProduct(Product):
+    """One whose three products autograd doesn't know."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        made: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.has_bias = product, bias is not None
+        return product.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        wanted, trained, biased, _ = ctx.needs_input_grad
+        dx = ctx.product.of_input(grad, weight) if wanted else None
+        dw = ctx.product.of_weight(rows, x.reshape(-1, x.shape[-1])) if trained else None
+        return dx, dw, rows.sum(0) if ctx.has_bias and biased else None, None
