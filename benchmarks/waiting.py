@@ -61,9 +61,9 @@ class Clock:
         return call
 
     def listen(self) -> None:
-        for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv", "batch_isend_irecv"):
+        for name in ("all_reduce", "broadcast", "all_to_all_single", "batch_isend_irecv"):
             setattr(dist, name, self.timed(getattr(dist, name)))
-        for name in ("_reduce_scatter", "_all_gather"):
+        for name in ("_reduce_scatter", "_all_gather", "send", "receive"):
             setattr(comm, name, self.timed(getattr(comm, name)))
 
 
