@@ -33,11 +33,11 @@ step "4. Pretraining: a Llama from random weights learns to continue text"
 lite pretrain --num-layers "${LAYERS:-4}" --hidden-size "${HIDDEN:-128}" --num-attention-heads 4 --seq-length 256 \
     --max-position-embeddings 256 --normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear \
     --hidden-dropout 0 --attention-dropout 0 --data-path corpus_text_document --split 95,5,0 --tokenizer-type HuggingFaceTokenizer \
-    --tokenizer-model tokenizer --micro-batch-size 8 --train-iters "${STEPS:-300}" --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 10 \
-    --log-interval "${LOG:-20}" --eval-interval "${STEPS:-300}" --eval-iters 2 --save pretrained --metrics-file pretrain.jsonl
+    --tokenizer-model tokenizer --micro-batch-size 8 --train-iters "${STEPS:-200}" --lr 3e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+    --log-interval "${LOG:-20}" --eval-interval "${STEPS:-200}" --eval-iters 2 --save pretrained --metrics-file pretrain.jsonl
 
 step "5. Finetuning on conversations: questions about flags, of which the answers are learned"
-lite finetune --load pretrained --finetune-data chats.jsonl --epochs "${CHAT_EPOCHS:-8}" --micro-batch-size 4 --lr 1e-3 --lr-decay-style cosine \
+lite finetune --load pretrained --finetune-data chats.jsonl --epochs "${CHAT_EPOCHS:-12}" --micro-batch-size 4 --lr 1e-3 --lr-decay-style cosine \
     --eval-iters 0 --show-sample --save chat --metrics-file chat-metrics.jsonl
 conv convert chat chat-hf --saver hf
 

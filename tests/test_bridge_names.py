@@ -274,10 +274,38 @@ def test_every_name_is_the_one_that_megatron_bridge_has(name: str) -> None:
 
 # Every architecture that it registers.
 
-LANGUAGE_MODELS = """
-    BailingMoeV2 DeepseekV2 DeepseekV3 Ernie4_5_Moe Exaone4 ExaoneMoe Gemma Gemma2 Gemma3 Glm4Moe Glm4MoeLite GlmMoeDsa GptOss HYV3 KimiK2
-    Llama MiMo MiniMaxM2 Mistral Nemotron NemotronH Olmoe Qwen2 Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMLA SarvamMoE
-""".split()
+LANGUAGE_MODELS = [
+    "BailingMoeV2",
+    "DeepseekV2",
+    "DeepseekV3",
+    "Ernie4_5_Moe",
+    "Exaone4",
+    "ExaoneMoe",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "GlmMoeDsa",
+    "GptOss",
+    "HYV3",
+    "KimiK2",
+    "Llama",
+    "MiMo",
+    "MiniMaxM2",
+    "Mistral",
+    "Nemotron",
+    "NemotronH",
+    "Olmoe",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "SarvamMLA",
+    "SarvamMoE",
+]
 WHOLES = {
     "Gemma3": "gemma3", "Glm4vMoe": "glm4v_moe", "KimiK25": "kimi_k25", "Mistral3": "mistral3", "Qwen2Audio": "qwen2_audio",
     "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe",

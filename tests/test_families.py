@@ -629,7 +629,13 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
 
 # Names of transformers' classes, but for those that only files on the Hub have.
 ON_THE_HUB = (
-    *("MPTForCausalLM", "PhiMoEForCausalLM", "Step3p5ForCausalLM", "DeciLMForCausalLM", "KimiK3ForConditionalGeneration"),
+    *(
+        "MPTForCausalLM",
+        "PhiMoEForCausalLM",
+        "Step3p5ForCausalLM",
+        "DeciLMForCausalLM",
+        "KimiK3ForConditionalGeneration",
+    ),
     *("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"),
 )
 

@@ -154,7 +154,11 @@ REFUSED = {
     "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens, which an indexer with projections and norms of its own chooses",
     "Ernie4_5_VLMoeForConditionalGeneration": "its layers have experts for images beside those for text, of another width",
     **dict.fromkeys(
-        ("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration", "Qwen3ASRForConditionalGeneration"),
+        (
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3ASRForConditionalGeneration",
+        ),
         "its language model lies in a `thinker` beside towers for sound (and one that talks), of which no names in Megatron are known",
     ),
     **dict.fromkeys(

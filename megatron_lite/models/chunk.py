@@ -90,10 +90,8 @@ class ModelChunk(Network):
         total, losses = self.output_layer(hidden, self._shared(), run.labels, weights * run.share)
         found = {"loss": Counted(losses, weights)}
         if self.mtp is not None and torch.is_grad_enabled():
-            names, part = (
-                self.loss_names(self.plan.config)[1:],
-                run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers),
-            )
+            names = self.loss_names(self.plan.config)[1:]
+            part = run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers)
             assert run.counting is not None
             for name, (made, ahead) in zip(names, self.mtp(hidden, run, self._embed(run)), strict=True):
                 # As in Megatron the mean over a microbatch's labels that are left, which counts like the mean over all of them.

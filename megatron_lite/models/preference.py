@@ -36,12 +36,13 @@ def compare(
     if context is not None:
         comm.all_reduce(sums, context.group)
     part = 1 / sums[1].clamp(min=1) if options.loss == "ipo" else torch.ones_like(sums[1])
-    gains = (-sums[0] - reference) * part
+    likelier = -sums[0] - reference
+    gains = likelier * part
     with torch.enable_grad():  # of a few numbers, whatever the pass itself is for
         gains.requires_grad_()
         loss = pair_losses(gains, options)
         (slopes,) = torch.autograd.grad(loss.sum(), gains)
-    rewards = options.beta * gains.detach()
+    rewards = options.beta * likelier
     chosen, rejected = rewards[0::2], rewards[1::2]
     figures = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
     return Compared((-slopes * part).float(), {"loss": loss.detach(), **dict(zip(FIGURES, figures, strict=True))})

@@ -15,6 +15,7 @@ from megaconv.errors import LayoutError
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.mesh import REPLICAS, Mesh, dense_mesh, expert_mesh
+from megatron_lite.settings.wording import counted
 
 
 class Channel(NamedTuple):
@@ -140,7 +141,9 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
     if dense.size != world:
         names, sizes = ("tp x cp x dp x pp", (tp, cp, dp, pp)) if cp > 1 else ("tp x dp x pp", (tp, dp, pp))
         product = " x ".join(map(str, sizes))
-        raise LayoutError(f"{names} = {product} = {dense.size}, but there are {world} processes")
+        raise LayoutError(
+            f"{names} = {product} = {dense.size}, but there {'is' if world == 1 else 'are'} {counted(world, 'process')}"
+        )
     wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
         wanted |= {axis: expert_mesh(layout, dp, cp).groups(axis) for axis in ("etp", "ep", "edp")}

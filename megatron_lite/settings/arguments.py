@@ -61,6 +61,7 @@ EXAMPLES = {
     "finetune": """examples:
   torchrun --nproc-per-node 4 -m megatron_lite finetune --load Llama-2-7b --data-path answers_text_document --bf16 \\
       --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32 --train-iters 200 --lr 1e-5 --save tuned
+  megatron_lite finetune --load tuned --finetune-data pairs.jsonl --dpo --lora-rank 16 --epochs 1 --save preferred
   megaconv convert --load-dir tuned --saver hf --save-dir Llama-2-7b-tuned""",
 }
 

@@ -35,7 +35,7 @@ def test_a_run_says_what_it_compares_and_goes_on_to_the_same_bits(tmp_path: Path
     command = f"{WORDS} --save ckpt --split 80,20,0 --eval-interval 2 --eval-iters 1 --show-sample"
     log = train(tmp_path / "whole", 1, f"{command} --train-iters 4").log(0)
     for words in (
-        "8 pairs, 66 tokens (36 learned), 2 rows of 16 tokens each, 1.5 steps an epoch",
+        "8 pairs, 88 tokens (56 learned), 2 rows of 16 tokens each, 1.5 steps an epoch",
         "the first pair: ",
         'fields that are not read: "id"',
         "the reference's log-probabilities of 6 pairs: ",

@@ -222,7 +222,7 @@ def test_a_sequence_longer_than_learned_positions_is_refused() -> None:
 
 
 def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
-    with pytest.raises(LayoutError, match="= 2, but there are 1 processes"):
+    with pytest.raises(LayoutError, match="= 2, but there is 1 process"):
         make_grid(Layout(2, 1, 1, stage_layers=(4,)), 1, torch.device("cpu"))
 
 
