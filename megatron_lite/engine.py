@@ -313,7 +313,7 @@ class Engine:
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
-        balance = Balance(share * places(batch) / self.grid.cp, self._balanced)
+        balance = Balance(share * places(batch), self._balanced, self.grid.group("cp"))
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 

@@ -22,12 +22,13 @@ from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE, core_naming
 from megaconv.model.natives import native_tensors
 from megaconv.model.table import encoder_layers
+from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
 from megatron_lite.engine import Engine
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo
-from megatron_lite.parallel.zero import STATE, kind_of
+from megatron_lite.parallel.zero import STATE, FlatRange, kind_of
 
 NAMING = CORE
 """Of the engine's parameters."""
@@ -51,20 +52,22 @@ class Snapshot:
     files: Mapping[str, bytes] | None = None
     """Of a run that trains adapters, by name; on rank 0."""
 
-    def copied(self) -> "Snapshot":
-        """With tensors that training won't change, in main memory."""
-        moved = tuple(replace(shard, tensor=_copy(shard.tensor)) for shard in self.shards)
-        file = None if self.rank_file is None else (self.rank_file[0], _copy(self.rank_file[1]))
+    def copied(self, copies: Copies) -> "Snapshot":
+        """With tensors that training won't change, in main memory; they are there after copies.wait()."""
+        copies.begin()
+        moved = tuple(replace(shard, tensor=copies.of(shard.tensor)) for shard in self.shards)
+        file = None if self.rank_file is None else (self.rank_file[0], _copy(self.rank_file[1], copies))
+        copies.end()
         return replace(self, shards=moved, rank_file=file)
 
 
-def _copy(value: Any) -> Any:
-    """Tensors in dictionaries, lists and tuples."""
+def _copy(value: Any, copies: Copies) -> Any:
+    """Tensors in dictionaries and lists."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copies.of(value)
     if isinstance(value, dict):
-        return type(value)((key, _copy(item)) for key, item in value.items())
-    return type(value)(_copy(item) for item in value) if isinstance(value, list) else value
+        return type(value)((key, _copy(item, copies)) for key, item in value.items())
+    return type(value)(_copy(item, copies) for item in value) if isinstance(value, list) else value
 
 
 def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
@@ -111,7 +114,8 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
-        place = placed[owned.chunk][owned.name]
+        # Of several names Megatron's optimizer takes the last: those of its modules are in the order in which they were made.
+        place = placed[owned.chunk][(owned.name, *owned.info.second_names)[-1]]
         if _is_ours(owned.info, grid.tp_rank) and (
             engine.optimizer.distributed or _is_turn(engine, owned.info, number)
         ):
@@ -232,13 +236,15 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     order = core_order(family(engine.config.family).rows, core_naming(impl))
     ordered = [OrderedDict(sorted(model.items(), key=lambda entry: order(entry[0]))) for model in models]
     state = dict(common)
-    if with_optimizer and engine.optimizer is not None:
-        slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
+    mixture = engine.config.experts.count > 0
+    writes = not grid.rank_along("edp" if mixture else "replicas")
+    whole = _whole_slots(engine, keep=writes) if with_optimizer and engine.optimizer is not None else {}
+    if not writes:
+        return Snapshot(common["iteration"], common)
+    if whole:
+        slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in whole.items()}
         listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
         state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
-    mixture = engine.config.experts.count > 0
-    if grid.rank_along("edp" if mixture else "replicas"):
-        return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
         key = "model" if len(ordered) == 1 else f"model{chunk}"
@@ -260,30 +266,38 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
 
 
-def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """Optimizer state in the shape of this rank's parameters, from the ranges of all data-parallel ranks."""
+def _whole_slots(engine: Engine, *, keep: bool) -> dict[tuple[int, str], dict[str, Tensor]]:
+    """Optimizer state in the shape of this rank's parameters; views where it has all of it.
+
+    What data-parallel ranks share is put together tensor by tensor, and kept in main memory by the rank that writes it (keep):
+    the others never hold more than one. Collective then.
+    """
     assert engine.optimizer is not None
-    infos = {(info.chunk, info.name): info for of_chunk in engine.infos for info in of_chunk if info.trained}
-    device = engine.grid.device
-    kind = engine.optimizer.options.kind
-    wholes = {
-        key: {
-            slot: torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=device)
-            for slot in _slot_names(info, kind)
-        }
-        for key, info in infos.items()
-    }
-    for owned in engine.optimizer.ranges():
-        for slot, flat in owned.tensors.items():
-            wholes[owned.chunk, owned.name][slot][owned.start : owned.end] = flat.detach()
-    if engine.optimizer.distributed:
-        for key, slots in wholes.items():
-            for flat in slots.values():
-                # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-                comm.all_reduce(flat.view(torch.int32), engine.grid.group(infos[key].reduced_over))
-    return {
-        key: {slot: flat.view(infos[key].native.shape) for slot, flat in slots.items()} for key, slots in wholes.items()
-    }
+    distributed, kind = engine.optimizer.distributed, engine.optimizer.options.kind
+    own = {(owned.chunk, owned.name): owned for owned in engine.optimizer.ranges()}
+    found: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for info in (info for of_chunk in engine.infos for info in of_chunk if info.trained):
+        owned = own.get((info.chunk, info.name))
+        slots: dict[str, Tensor] = {}
+        for slot in _slot_names(info, kind):
+            if distributed:
+                slots |= _put_together(engine, info, slot, owned, keep=keep)
+            else:
+                assert owned is not None
+                slots[slot] = owned.tensors[slot].detach().view(info.native.shape)
+        found[info.chunk, info.name] = slots
+    return found
+
+
+def _put_together(
+    engine: Engine, info: ParameterInfo, slot: str, owned: FlatRange | None, *, keep: bool
+) -> dict[str, Tensor]:
+    whole = torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=engine.grid.device)
+    if owned is not None:
+        whole[owned.start : owned.end] = owned.tensors[slot].detach()
+    # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
+    comm.all_reduce(whole.view(torch.int32), engine.grid.group(info.reduced_over))
+    return {slot: whole.cpu().view(info.native.shape)} if keep else {}
 
 
 def _slot_names(info: ParameterInfo, kind: str) -> tuple[str, ...]:

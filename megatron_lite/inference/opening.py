@@ -48,7 +48,13 @@ def make_parser(command: str, description: str, examples: str) -> Parser:
     add = parser.add_argument_group("model").add_argument
     add("--load", required=True, metavar="PATH", help="any checkpoint that megaconv reads, or a Hub id")
     add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
-    add("--slots", type=int, default=8, metavar="N", help="rows that are generated at the same time (8)")
+    add(
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="rows that each data-parallel rank generates at the same time (8)",
+    )
     add(
         "--max-length",
         type=int,

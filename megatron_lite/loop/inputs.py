@@ -8,7 +8,7 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.datasets import DataOptions, build_datasets
 from megatron_lite.data.samples import Dataset
-from megatron_lite.data.tokenizer import Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import BERT_TYPES, Tokenizer, TokenizerOptions, build_tokenizer
 from megatron_lite.loop.finetuning import Packed
 from megatron_lite.loop.model_types import MODEL_TYPES, cache_path
 from megatron_lite.settings.architecture import model_type
@@ -34,7 +34,7 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
     options = TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size)
     extra_ids = MODEL_TYPES[model_type(settings, start.config if start is not None else None)].extra_ids
-    if extra_ids is None or kind != "BertWordPieceLowerCase":
+    if extra_ids is None or kind not in BERT_TYPES:
         return build_tokenizer(options)
     extended = build_tokenizer(replace(options, extra_ids=extra_ids(settings)))
     # A model that others made has room for its own words alone, and BERT's samples have no use for what Megatron adds.

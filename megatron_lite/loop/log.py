@@ -101,17 +101,20 @@ def line(figures: Mapping[str, Any], total: int | None) -> str:
     """For people."""
     step = f"step {figures['iteration']:>6}" + (f"/{total}" if total else "")
     mfu = f" ({figures['mfu']:.1%} MFU)" if figures["mfu"] else ""
-    others = figures.get("others", {})
-    more = rewards(others) or "".join(f" | {name.replace('_', ' ')} {value:.5f}" for name, value in others.items())
     extra = f" | loss scale {figures['loss_scale']:g}" if figures.get("loss_scale", 1.0) != 1.0 else ""
     return (
-        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f}{more} | "
+        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f}{further(figures.get('others', {}))} | "
         f"lr {figures['learning_rate']:.3e} | grad norm {figures['grad_norm']:.3f}{extra} | {figures['step_seconds'] * 1e3:.0f} ms | "
         f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']} | {figures['tflops']:.2f} TFLOP/s{mfu} | "
         f"{figures['memory_bytes'] / 2**30:.2f} GiB | {duration(figures['seconds_left'])} left"
         + (f" | {figures['skipped']} skipped" if figures.get("skipped") else "")
         + (f" | {figures['empty']} without labels" if figures.get("empty") else "")
     )
+
+
+def further(others: Mapping[str, float]) -> str:
+    """What is told of a step beside its loss."""
+    return rewards(others) or "".join(f" | {name.replace('_', ' ')} {value:.5f}" for name, value in others.items())
 
 
 def rewards(figures: Mapping[str, Any]) -> str:

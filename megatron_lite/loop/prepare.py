@@ -318,14 +318,15 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
 DATA_PLAN = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "finetune_form",
     "finetune_turns", "mock_data", "split", "seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
-    "dpo", "dpo_beta", "dpo_loss", "dpo_label_smoothing",
+    "dpo", "dpo_beta", "dpo_loss", "dpo_label_smoothing", "mask_prob", "short_seq_prob",
 )  # fmt: skip
 """Settings that decide which samples come next."""
 
 
 def _changes(run: Run, before: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(setting, in the checkpoint, now)."""
-    values = {**vars(run.settings.data), **vars(run.settings.training), **vars(run.settings.dpo)}
+    chosen = run.settings.data, run.settings.masked, run.settings.training, run.settings.dpo
+    values = {name: value for subject in chosen for name, value in vars(subject).items()}
     now = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in DATA_PLAN}
     now |= {"global_batch_size": run.sizes.batch.full, "seq_length": run.sizes.seq}
     return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]

@@ -24,7 +24,7 @@ from megatron_lite.loop import plot
 from megatron_lite.loop.failure import TrainingError
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.launch import Place, Stop
-from megatron_lite.loop.log import METRICS, Meter, Sink, line, rewards
+from megatron_lite.loop.log import METRICS, Meter, Sink, further, line
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
 from megatron_lite.loop.profiling import make_profile
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
@@ -118,6 +118,8 @@ def train(run: Run) -> None:
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        if run.place.heartbeat is not None:
+            run.place.heartbeat.step(run.progress.iteration)
         garbage.after(run.progress.iteration)
         _check_replicas(run)
         _log(run, report, lr)
@@ -239,7 +241,7 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
-    """The mean loss over the next --eval-iters batches."""
+    """The means of all losses over the next --eval-iters batches."""
     iters, size = run.settings.training.eval_iters, run.sizes.batch.full
     if dataset is None or not iters:
         return
@@ -259,8 +261,8 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     loss = means.pop("loss")
     if what == "validation":
         run.evaluations.append((step, loss))
-    more = rewards(means) if run.settings.dpo.dpo else f" | perplexity {math.exp(min(loss, 700)):.3f}"
-    run.say(f"step {step:>6} | {what} loss {loss:.5f}{more}")
+    perplexity = "" if run.settings.dpo.dpo else f" | perplexity {math.exp(min(loss, 700)):.3f}"
+    run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{further(means)}")
     for sink in run.sinks if run.place.rank == 0 else ():
         others = {f"{what}_{name}": value for name, value in means.items()}
         sink.write(step, {"iteration": step, f"{what}_loss": loss, **others})

@@ -90,16 +90,14 @@ class ModelChunk(Network):
         total, losses = self.output_layer(hidden, self._shared(), run.labels, weights * run.share)
         found = {"loss": Counted(losses, weights)}
         if self.mtp is not None and torch.is_grad_enabled():
-            names, part = (
-                self.loss_names(self.plan.config)[1:],
-                run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers),
-            )
-            predictions = self.mtp(hidden, run, weights, self._embed(run))
-            for name, (ahead, labels, counting) in zip(names, predictions, strict=True):
+            names = self.loss_names(self.plan.config)[1:]
+            part = run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers)
+            assert run.counting is not None
+            for name, (made, ahead) in zip(names, self.mtp(hidden, run, self._embed(run)), strict=True):
                 # As in Megatron the mean over a microbatch's labels that are left, which counts like the mean over all of them.
-                each = part * weights.sum() / counting.sum().clamp(min=1)
-                more, losses = self.output_layer(ahead, self._shared(), labels, counting * each)
-                total, found[name] = total + more, Counted(losses, counting)
+                each = part * run.counting / ahead.counting.clamp(min=1)
+                more, losses = self.output_layer(made, self._shared(), ahead.labels, ahead.weights * each)
+                total, found[name] = total + more, Counted(losses, ahead.weights)
         return total, found
 
     def _loss_of_pairs(

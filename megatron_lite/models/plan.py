@@ -90,6 +90,8 @@ def make_plan(
     if config.family not in (*TRAINED, *NETWORKS_OF_THEIR_OWN):
         known = ", ".join(sorted((*TRAINED, *NETWORKS_OF_THEIR_OWN)))
         raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {known}")
+    if config.encoder.layers:
+        _check_two_stacks(config)
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
@@ -101,6 +103,21 @@ def make_plan(
     if config.experts.count:
         _check_experts(config, layout, ranks, options)
     return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)
+
+
+def _check_two_stacks(config: ModelConfig) -> None:
+    if config.attention.scale is not None:
+        raise NotExpressible(
+            "the model is a T5 of transformers, whose attention scores aren't divided by the root of the head size; what can be trained "
+            "is Megatron's T5, which is another function"
+        )
+    if config.positions.kind == "relative":
+        raise NotExpressible("the model has relative positions, which can't be trained yet")
+    if config.encoder.layers != config.layer_count:
+        raise NotExpressible(
+            f"the model has {config.encoder.layers} layers in its encoder and {config.layer_count} in its decoder; what can be trained has "
+            "as many in both, as Megatron core's"
+        )
 
 
 def _check_experts(config: ModelConfig, layout: Layout, ranks: TensorGroup, options: ModelOptions) -> None:

@@ -12,6 +12,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.terminal import show
+from megatron_lite.checkpoint.restore import refuse_whole
 from megatron_lite.loop.prepare import model_options, optimizer_options
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
@@ -95,6 +96,7 @@ def _model(settings: Settings) -> ModelConfig:
             raise UsageError("--vocab-size is missing: no tokenizer is read to plan (or --load a model)")
         return model_from_flags(settings, settings.model.vocab_size)
     config = read_model(load)
+    refuse_whole(config, load)
     check_against(settings, config, {}, load)
     return config
 
@@ -104,7 +106,7 @@ def read_model(load: str) -> ModelConfig:
     path = Path(load)
     file = path / CONFIG_NAME if path.is_dir() else path
     if file.is_file() and file.suffix == ".json":
-        return read_config(file)[1]
+        return read_config(file, whole=True)[1]
     from megaconv.commands.inspection import inspect
     from megaconv.options import LoadOptions
 

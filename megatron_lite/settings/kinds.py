@@ -24,7 +24,7 @@ _ALONE: Mapping[str, Mapping[str, object]] = {
         "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
         "context_parallel_size": 1,
     },
-    "t5": {"context_parallel_size": 1},
+    "t5": {"context_parallel_size": 1, "compile": False},
 }  # fmt: skip
 """Flag -> the one value that there is code for, by kind."""
 OF_MODEL: Mapping[str, tuple[str, ...]] = {

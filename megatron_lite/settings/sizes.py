@@ -160,8 +160,6 @@ def check_length(config: ModelConfig, layout: Layout, options: ModelOptions, seq
 
 def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
     """Raises LayoutError for what context parallelism can't do."""
-    if config.mtp_layers:
-        raise LayoutError("layers that predict further tokens can't be had with context parallelism yet")
     attention, how = config.attention, options.context
     if sequence % (2 * cp):
         raise LayoutError(
@@ -173,9 +171,6 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
                 f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
                 f"{layout.tp * cp}; take p2p or all_gather"
             )
-    windows = [layer.window for layer in config.layers if layer.window is not None and layer.window < sequence]
-    if windows and how != "a2a":
-        raise LayoutError(f"a window of {windows[0]} tokens with context parallelism needs --cp-comm-type a2a")
     if options.attention_dropout:
         raise LayoutError(
             f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
@@ -183,10 +178,6 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
-    if config.experts.count and options.balance.losses:
-        raise LayoutError(
-            "losses that balance experts can't be had with context parallelism yet; take --moe-router-load-balancing-type none"
-        )
 
 
 def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:

@@ -18,11 +18,11 @@ from starlette.routing import Route
 
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server import megatron_api
-from megatron_lite.inference.server.errors import Broken, Gone, Refused, TooLarge, TooSlow, WrongKey
+from megatron_lite.inference.server.errors import Broken, Gone, Refused, ShuttingDown, TooLarge, TooSlow, WrongKey
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
-from megatron_lite.inference.server.page import PAGE
+from megatron_lite.inference.server.page import PAGE, POLICY
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
@@ -83,6 +83,8 @@ class Server:
                 response = await handler(request)
             except Refused as refused:
                 response = refusal(refused)
+            except asyncio.CancelledError:  # the time for answers is over after SIGTERM
+                response = refusal(ShuttingDown())
             if not isinstance(response, Events):  # which counts itself at its end
                 self.answered[request.url.path, response.status_code] += 1
             return response
@@ -223,7 +225,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(PAGE)
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY})
 
     async def metrics(self, request: Request) -> Response:
         """In Prometheus' format."""

@@ -85,7 +85,7 @@ def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) 
 
 
 def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[LanguageModel], Answer]:
-    width = fields.integer("beam_width", None, 1, opened.model.slots)
+    width = fields.integer("beam_width", None, 1, len(opened.model.copied))
     if len(rows) > 1:
         raise Refused("When doing beam_search, batch size must be 1", "beam_width")
     if count == 0:

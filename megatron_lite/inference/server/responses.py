@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megatron_lite.inference.server.errors import Gone, Refused, TimedOut
+from megatron_lite.inference.server.errors import Gone, Refused, ShuttingDown, TimedOut
 
 T = TypeVar("T")
 
@@ -81,6 +81,10 @@ class Events(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # the time for answers is over after SIGTERM
+            self._outcome = ShuttingDown.status
+            last = _event({"error": _error(ShuttingDown())}).encode()
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._ended(self._outcome)
             await self._parts.aclose()

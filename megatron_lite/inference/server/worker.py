@@ -193,7 +193,7 @@ class _WhileWanted:
 
     def __init__(self, model: LanguageModel, wanted: Callable[[], bool]) -> None:
         self._model, self._wanted = model, wanted
-        self.slots, self.length = model.slots, model.length
+        self.slots, self.length, self.copied = model.slots, model.length, model.copied
 
     def _checked(self) -> LanguageModel:
         if not self._wanted():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.inference.server import command
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
 from tests.trainer.inference.serving import KEY, Serving, opened, ranks
@@ -150,6 +152,13 @@ def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
     status, said = serving.ask("/v1/completions", {"prompt": "x", "n": 64, "max_tokens": 2})
     assert status == 429
     assert "room for 63" in said["error"]["message"]
+
+
+def test_an_address_that_is_taken_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert command.main(["--load", "nowhere", "--port", port]) == 2
+    assert capsys.readouterr().err.endswith(f"--port {port} can't be had: Address already in use\n")
 
 
 @pytest.mark.slow

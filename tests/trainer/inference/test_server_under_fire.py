@@ -129,15 +129,14 @@ def test_answers_that_run_are_ended_before_the_server_is(slow: Path) -> None:
 def test_answers_that_take_longer_than_the_end_may_are_cut_off(slow: Path) -> None:
     running = Serving(slow, "--shutdown-timeout", "1")
     answers = ThreadPoolExecutor(2)
-    waiting = [
-        answers.submit(running.ask, COMPLETIONS, LONG | {"stream": True}),
-        answers.submit(running.ask, "/api", {"prompts": ["x"], "tokens_to_generate": 4000, "top_k": 1}),
-    ]
-    while running.metric("requests_running") < 1:
+    waiting = [answers.submit(running.ask, COMPLETIONS, LONG | {"stream": stream}) for stream in (True, False)]
+    while running.metric("requests_running") < 2:
         time.sleep(0.05)
     status, errors = running.end()
     assert status == 0
     assert "Cancel 2 running" in errors
     assert "Traceback" not in errors
-    for each in waiting:
-        assert each.exception() or "[DONE]" not in each.result()[1]
+    (_, events), (refused, answer) = (each.result() for each in waiting)
+    assert "shutting down" in events
+    assert "[DONE]" not in events
+    assert (refused, answer["error"]["message"]) == (503, "the server is shutting down")

@@ -10,19 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import megaconv
 from formats.tensor import matrix_shape
 from megaconv.engine.stream import as_lazy
+from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import Layout, split_stacks
-from megaconv.model.naming import CORE_LOCAL
+from megaconv.model.naming import CORE, CORE_LOCAL
 from megaconv.model.natives import native_tensors
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
 
@@ -55,6 +59,7 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
     """Fields that differ."""
     dropout: float = 0.0
+    clip: float = TRAINING["clip_grad"]
 
     @property
     def pp(self) -> int:
@@ -102,7 +107,7 @@ def make_engine(case: Case) -> Engine:
         hidden_dropout=case.dropout, attention_dropout=case.dropout,
     )  # fmt: skip
     optimizer = OptimizerOptions(
-        betas=tuple(TRAINING["betas"]), eps=TRAINING["eps"], clip_grad=TRAINING["clip_grad"],
+        betas=tuple(TRAINING["betas"]), eps=TRAINING["eps"], clip_grad=case.clip,
         distributed=case.distributed, bucket_elements=5000,
     )  # fmt: skip
     engine = Engine(config, make_grid(layout, case.dp, torch.device("cpu")), options, optimizer)
@@ -166,3 +171,46 @@ def test_ten_steps_at_a_layout_are_megatron_cores(case: Case, world: World) -> N
 def test_ten_steps_at_any_layout_are_megatron_cores(case: Case, world: World) -> None:
     for found in world.run(case.world, train, case):
         compare(found)
+
+
+def test_logits_of_megatrons_own_checkpoint() -> None:
+    """Saved by a run of core 0.16 at TP 2; its own answers lie beside it."""
+    place = Path(__file__).parents[2] / "fixtures" / "core-t5-tp2pp1"
+    opened, answers = megaconv.open(place / "checkpoint"), load_file(place / "logits.safetensors")
+    layout = Layout(stage_layers=(opened.config.layer_count,))
+    engine = Engine(opened.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None)
+    load_weights(engine, opened.tensors)
+    tokens = answers["decoder_input_ids"]
+    found = engine.logits(Microbatch(tokens, tokens, source=answers["input_ids"]))
+    assert found is not None
+    torch.testing.assert_close(found, answers["logits"][..., : opened.config.vocab], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_the_first_step_are_megatron_cores() -> None:
+    engine = make_engine(Case(clip=0.0))
+    engine.train_step(microbatches(0), lr=0.0)
+    assert engine.optimizer is not None
+    found = {item.name: item.gradient.view(item.shape) for item in engine.optimizer.ranges()}
+    chunk, rows = engine.grid.chunks()[0], family("t5").rows
+    named = [
+        list(native_tensors(rows, CONFIG, naming, engine.grid.layout, 0, chunk, CONFIG.vocab))
+        for naming in (CORE, CORE_LOCAL)
+    ]
+    expected = load_file(FIXTURES / "t5" / "gradients-step1.safetensors")
+    for own, theirs in zip(*named, strict=True):
+        if own.copy is None:
+            whole = expected[theirs.name]
+            assert (found[own.name] - whole).abs().max() <= 1e-5 * whole.abs().max(), own.name
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention.scale": 1.0, "positions.kind": "relative"}, "a T5 of transformers, whose attention scores aren't divided"),
+        ({"positions.kind": "relative", "positions.buckets": 8}, "relative positions, which can't be trained yet"),
+        ({"encoder.layers": 3}, "3 layers in its encoder and 2 in its decoder"),
+    ],
+)  # fmt: skip
+def test_a_t5_that_is_another_function_than_cores_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotExpressible, match=message):
+        make_plan(changed(CONFIG, fields), Layout(stage_layers=(2,)), ModelOptions(), TensorGroup())
