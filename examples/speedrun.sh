@@ -14,7 +14,9 @@ work=$(cd "$work" && pwd)
 cd "$work"
 
 step() { printf '\n== %s\n' "$*"; }
-shown() { printf '$ %s\n' "$*" | sed "s|$python -m megatron_lite|megatron-lite|; s|$python -m megaconv|megaconv|; s|$project/||g"; }
+shown() {
+    printf '$ %s\n' "$*" | sed "s|$python -m megatron_lite|megatron-lite|; s|$python -m megaconv|megaconv|; s|$python|python|; s|$project/||g; s|$project|PROJECT|g"
+}
 run() { shown "$@"; "$@"; }
 lite() { run "$python" -m megatron_lite "$@"; }
 conv() { run "$python" -m megaconv "$@"; }
