@@ -12,13 +12,16 @@ unexport PYTHONDONTWRITEBYTECODE
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train test test-slow explore test-gpu trust check benchmark clean
+.PHONY: demo demo-train speedrun test test-slow explore test-gpu trust check docs benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
 
 demo-train: $(VENV)/.tested
 	PYTHON=$(BIN)/python examples/finetune.sh
+
+speedrun: $(VENV)/.tested
+	PYTHON=$(CURDIR)/$(BIN)/python examples/speedrun.sh
 
 test: $(VENV)/.tested check
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
@@ -41,6 +44,9 @@ check: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.tested
+	$(BIN)/python docs/build_reference.py build/docs
+
 benchmark: $(VENV)/.tested
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/trainer.py single
@@ -52,7 +58,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,data,train,zarr,serve]"
+	$(PIP) -e ".[test,oracle,data,docs,train,zarr,serve]"
 	touch $@
 
 clean:

@@ -18,12 +18,15 @@ from typing import Any
 
 from formats import torch_zip
 from formats.chunked import Chunk, ChunkedTensor, require_cover
-from formats.errors import CorruptCheckpoint, UnsupportedInput
+from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from formats.pickle_records import Opaque
+from formats.pickle_scan import UNSAFE, scan_file
 from formats.tensor import LazyTensor, Shape, as_shape
 
 _FILE = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _MESH_AXES = 8
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_CALLED_FOR_SHARDED = {"builtins.getattr", "torch.distributed.remote_device._remote_device"}
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,25 @@ def _files(path: Path) -> list[Path]:
 
 
 def _state(file: Path) -> Mapping[str, Any]:
-    value = torch_zip.read(file)
+    try:
+        value = torch_zip.read(file)
+    except UnsafeContent as error:
+        if not _holds_sharded_tensors(file):
+            raise
+        raise UnsupportedInput(
+            f"{file}: holds ShardedTensors, which FSDP 1 saves in a run without a device mesh, and which are not read; save the model "
+            "again with a device mesh (verl: strategy fsdp2), or whole (FSDP's FULL_STATE_DICT)"
+        ) from error
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise CorruptCheckpoint(f"{file}: expected a dictionary of tensors, found {type(value).__name__}")
     return value
+
+
+def _holds_sharded_tensors(file: Path) -> bool:
+    """Whether the only calls that no checkpoint needs are those by which ShardedTensors are pickled."""
+    names = [each.names for each in scan_file(file)]
+    unsafe = {name for found in names for name, judged in found.items() if judged == UNSAFE}
+    return unsafe <= _CALLED_FOR_SHARDED and any(_SHARDED_TENSOR in found for found in names)
 
 
 def _joined(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTensor:

@@ -15,7 +15,9 @@ class FileLayout(Protocol):
     """Everything about one output file that does not depend on the values of its tensors."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Of the whole file, in bytes."""
+        ...
 
     @property
     def records(self) -> Mapping[str, Record]:

@@ -55,11 +55,21 @@ def read_small(path: Path, ceiling: int) -> bytes:
         raise _unreadable(path, error) from error
     finally:
         os.close(descriptor)
-    if max(size, len(content)) > ceiling:
-        raise CorruptCheckpoint(
-            f"{path}: has {max(size, len(content)):,} bytes; no file of this kind has more than {ceiling:,}"
-        )
+    _within(path, max(size, len(content)), ceiling)
     return content
+
+
+def check_size(path: Path, ceiling: int) -> None:
+    """For a file that others read whole: raises CorruptCheckpoint unless it is a regular one of at most so many bytes."""
+    descriptor = open_regular(path)
+    size = os.fstat(descriptor).st_size
+    os.close(descriptor)
+    _within(path, size, ceiling)
+
+
+def _within(path: Path, size: int, ceiling: int) -> None:
+    if size > ceiling:
+        raise CorruptCheckpoint(f"{path}: has {size:,} bytes; no file of this kind has more than {ceiling:,}")
 
 
 def _read(descriptor: int, ceiling: int) -> bytes:

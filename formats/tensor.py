@@ -47,10 +47,12 @@ class Box(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """How many it has."""
         return self.row1 - self.row0
 
     @property
     def cols(self) -> int:
+        """How many it has, in elements."""
         return self.col1 - self.col0
 
 
@@ -72,6 +74,7 @@ def as_shape(sizes: object) -> Shape:
 
 
 def byte_count(shape: Shape, dtype: str) -> int:
+    """What a tensor without gaps takes."""
     return prod(shape) * ITEMSIZE[dtype]
 
 
@@ -79,10 +82,14 @@ class LazyTensor(Protocol):
     """What a loader hands over: nothing is read until somebody asks for a rectangle."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        """As torch has it; () for a single number."""
+        ...
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """By torch's name for it, `bfloat16`."""
+        ...
 
     def read_into(self, box: Box, out: Bytes) -> None:
         """Fill out [box.rows, box.cols * itemsize] (bytes; rows may be strided, each row is contiguous).

@@ -34,6 +34,13 @@ class Tagged:
     value: Any
 
 
+def yaml_bytes(value: Any) -> bytes:
+    """A document of plain values, as every YAML reader takes it: 1e-05 gets the dot without which PyYAML would read a text."""
+    import yaml
+
+    return bytes(yaml.safe_dump(value, sort_keys=False, width=130), "utf-8")
+
+
 class _Bounds(ValueError):
     """The document is larger, deeper or more entangled than any checkpoint's."""
 

@@ -31,7 +31,7 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 _LATEST_BYTES = 4096
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_OTHERS = re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\d+_expert_.*|expp_rank_.*")
+_OTHERS = re.compile(r"layer_\d+_expert_.*|expp_rank_.*")
 _WRAPPERS = re.compile(r"^(module\.)+|_orig_mod\.")
 
 
@@ -94,7 +94,7 @@ def open_step(path: Path) -> ZeroCheckpoint:
     others = sorted(child.name for child in path.iterdir() if _OTHERS.fullmatch(child.name))
     if others:
         raise UnsupportedInput(
-            f"{path}: {others[0]} is of a pipeline or of experts cut by DeepSpeed, which are not supported; "
+            f"{path}: {others[0]} is of experts cut by DeepSpeed, which are not supported; "
             "save it as one model, or convert it with DeepSpeed's ds_to_universal"
         )
     models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)

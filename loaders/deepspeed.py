@@ -22,6 +22,7 @@ from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.arguments.param_groups import WITHOUT, class_of, read_group
 from megaconv.megatron.optimizer.master_check import CheckedMaster
+from megaconv.megatron.rank_files.layer_files import holds_layer_files, open_layer_files
 from megaconv.model.check import listing, well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, OpenedSource, describe, main_dtype
@@ -32,7 +33,7 @@ from megaconv.model.table import canonical_shapes
 from megaconv.model.training import MASTER, OptimizerState, ParamGroup, TrainingState
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal checkpoints"
+DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal checkpoints; layer_* of pipelines"
 
 _log = logging.getLogger("megaconv")
 
@@ -46,6 +47,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     step = zero_partitions.find_step(path)
     if step is None:
         raise UnknownFormat(f"{path}: has no global_step* directory of DeepSpeed's that `latest` names, and is none")
+    if holds_layer_files(step):
+        return open_layer_files(step, options)
     directory = next(
         (each for each in (options.config, path, path.parent) if each and (each / CONFIG_NAME).is_file()), None
     )

@@ -43,6 +43,7 @@ class Checkpoint:
 
     @property
     def config(self) -> ModelConfig:
+        """What decides the model's function."""
         return self.header.config
 
     @property

@@ -63,7 +63,7 @@ class SaveOptions:
     base: Path | None = None
     """The original's Hugging Face directory, from which an `hf` output gets what the source doesn't hold."""
     quantize: str | None = None
-    """How an `hf` output stores the weights of linear layers (`fp8-block`); None: as they are."""
+    """How an `hf` output stores the weights of linear layers (`fp8-block`, `nvfp4`); None: as they are."""
     checkpoint_type: str | None = None
     """What the `llama_mistral` saver writes: `meta` or `mistral`; None: what the model's family comes in."""
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -137,7 +137,7 @@ LOSSES = ("rope_scaling", "activation", "overflow", "out_norm")
 `overflow`: values beyond the range of the dtype asked for become infinite. `out_norm`: weights of norms that Transformer
 Engine's layers store less 1 are rounded where their dtype has no exact value for the weight itself."""
 
-QUANTIZATIONS = ("fp8-block",)
+FP8_BLOCK, NVFP4 = QUANTIZATIONS = ("fp8-block", "nvfp4")
 """What `quantize` knows."""
 
 CHECKPOINT_TYPES = ("hf", "meta", "mistral")

@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
-from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.fp8 import check_device, delayed_products
 from megatron_lite.models.lora.attached import attach, check_targets
 from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
 from megatron_lite.models.moe.router import Router
-from megatron_lite.models.network import Counted, Network
+from megatron_lite.models.network import Network
 from megatron_lite.models.networks import network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import ExpertRanks, make_plan
+from megatron_lite.models.preference import LOSSES
+from megatron_lite.models.totals import LossSum, RowSums, places
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
@@ -45,9 +47,9 @@ class StepReport:
     """The same on every rank."""
 
     loss: float
-    """Mean over all tokens of the step that count."""
+    """Mean over all tokens of the step that count, or over all pairs of answers."""
     tokens: float
-    """How many those were (the sum of the loss mask)."""
+    """How many those were (the sum of the loss mask, or the pairs)."""
     grad_norm: float
     """Before clipping; not finite if any gradient wasn't."""
     skipped: bool
@@ -87,7 +89,7 @@ class Engine:
         ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
         plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
         kind = network(config.family)
-        self._loss_names = kind.loss_names(config)
+        self._loss_names = kind.loss_names(config) if options.preference is None else LOSSES
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
         self.chunks: list[Network] = []
@@ -169,10 +171,10 @@ class Engine:
         assert optimizer is not None, "the engine was made for evaluation"
         for buckets in self.buckets:
             buckets.begin()
-        # Every label's share of the mean, as if all of them counted; what doesn't count is made up for below.
-        positions = self.grid.dp * sum(batch.tokens.numel() for batch in microbatches)
+        # The share of each in the mean, as if all of them counted; what doesn't count is made up for below.
+        positions = self.grid.dp * sum(map(places, microbatches))
         scale = self.scaler.scale
-        losses = _LossSum(self._loss_names, self.grid.device, scale / positions)
+        losses = LossSum(self._loss_names, self.grid.device, scale / positions)
         self._balances.clear()
         self._balanced = Step([self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
@@ -230,14 +232,29 @@ class Engine:
         microbatches = len(self._balances)
         return {name: {layer: value / microbatches for layer, value in layers.items()} for name, layers in sums.items()}
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
-        """(sum of losses, tokens that count), over all data-parallel ranks; the same on every rank."""
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
+        """By the names of losses (sum, tokens or pairs that count), over all data-parallel ranks; the same on every rank."""
         layout = self.grid.layout
-        losses = _LossSum(self._loss_names, self.grid.device, 1.0)
+        losses = LossSum(self._loss_names, self.grid.device, 1.0)
         with torch.no_grad():
             self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        ((loss_sum, tokens), *_), _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
-        return loss_sum, tokens
+        found, _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
+        return {name: (total, count) for name, (total, count) in zip(self._loss_names, found, strict=True)}
+
+    def log_probs(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Of each row the sum over its labels that count: float64 [dp, microbatches, rows], everybody's on every rank. Collective.
+
+        microbatches: this data-parallel rank's, as many on each, all of the same shape.
+        """
+        layout, rows, grid = self.grid.layout, RowSums(), self.grid
+        with torch.no_grad():
+            self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, rows)
+        shape = grid.dp, len(microbatches), len(microbatches[0].tokens)
+        sums = torch.zeros(shape, dtype=torch.float64, device=grid.device)
+        if rows.found and not grid.tp_rank:
+            sums[grid.dp_rank] = torch.stack(rows.found)
+        comm.all_reduce(sums, grid.group("world"))
+        return -sums
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
@@ -274,7 +291,7 @@ class Engine:
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        losses: "_LossSum",
+        losses: LossSum | RowSums,
         before_backward: Any = lambda _: None,
     ) -> None:
         under_way: dict[int, Pass] = {}
@@ -299,23 +316,23 @@ class Engine:
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
         seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
-        balance = Balance(share * batch.tokens.numel() / self.grid.cp, self._balanced)
+        balance = Balance(share * places(batch), self._balanced, self.grid.group("cp"))
         self._balances.append(balance)
         return self._passes.make(batch, share=share, seed=seed, balance=balance)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""
         rows, length = batch.tokens.shape
-        own = length // self.grid.cp
+        lengths = Lengths(rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1])
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
-            return with_gradient(chunk.gives(rows, own)) if action.backward else chunk.takes(rows, own)
+            return with_gradient(chunk.gives(lengths)) if action.backward else chunk.takes(lengths)
 
         return wires
 
     def _sum_over_world(
-        self, losses: "_LossSum", square: Tensor, signals: Sequence[float]
+        self, losses: LossSum, square: Tensor, signals: Sequence[float]
     ) -> tuple[list[list[float]], list[float]]:
         """([sum, tokens] of each loss, [squares, *signals]) over all ranks: the one collective, and the one wait for a GPU, of a step."""
         counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
@@ -356,23 +373,3 @@ class Engine:
         """Wait for all communication; before reading parameters (a save) and before exit."""
         if self.optimizer is not None:
             self.optimizer.wait()
-
-
-class _LossSum:
-    """Losses of a step on the last stage, on the device until the step's end."""
-
-    def __init__(self, names: Sequence[str], device: torch.device, share: float) -> None:
-        """share: as Pass has it."""
-        self.names, self.share = names, share
-        self.sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-        """Of each loss (its sum, the tokens that count)."""
-
-    def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
-        """As a chunk computed them; total comes back."""
-        for row, name in enumerate(self.names):
-            if name not in found:
-                continue
-            losses, weights = found[name]
-            self.sums[row, 0] += (losses * weights).sum(dtype=torch.float64)
-            self.sums[row, 1] += weights.sum(dtype=torch.float64)
-        return total

@@ -10,6 +10,7 @@ from megaconv.families import family
 from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
+from megaconv.megatron.distributed.bridge_files import BRIDGE, FOR, is_for_bridge
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
@@ -26,7 +27,8 @@ _log = logging.getLogger("megaconv")
 
 OPTIONS = {
     INDEXER_FOR: "which Megatron core is to compute with the indexers of sparse attention: `0.16` (to 0.18, which have the elements "
-    "that rotate last), or `0.19` (and later; if it isn't given)"
+    "that rotate last), or `0.19` (and later; if it isn't given)",
+    FOR: f"`{BRIDGE}`: torch_dist with the run_config.yaml from which Megatron-Bridge builds the model; Megatron-LM loads it as well",
 }
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
@@ -67,7 +69,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             naming, core_order(family(header.config.family).rows, naming), partial(extra_states, naming=naming)
         )
         planned = plan_ranks(header, options, layout, style, transformer_impl=options.transformer_impl)
-    _warn_of_scaling(header.config)
+    if FOR not in options.extra:
+        _warn_of_scaling(header.config)
     if layout.tp > header.config.attention.kv_heads:
         _log.warning(
             "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core supports from 0.16 on",
@@ -121,10 +124,11 @@ def _check(config: ModelConfig, options: SaveOptions) -> None:
     if options.grouped_experts and options.transformer_impl != "transformer_engine":
         raise UsageError("grouped experts are a layer of Transformer Engine; leave --transformer-impl local out")
     check_options(options, ("torch", *DISTRIBUTED))
+    is_for_bridge(options)
 
 
 def _warn_of_scaling(config: ModelConfig) -> None:
-    """Megatron-LM's own training script hands neither of these on to the model; ours and the checkpoint are right."""
+    """Megatron-LM's own training script hands none of these on to the model; ours and the checkpoint are right."""
     scaling = config.positions.scaling or {}
     if scaling.get("rope_type") == "llama3" and scaling["factor"] != 8:
         _log.warning(

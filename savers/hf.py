@@ -7,7 +7,7 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
-from megaconv.engine.hf_quantization import LOSSY, fp8_forms, with_quantization, with_scales
+from megaconv.engine.hf_quantization import lossy, quantization_files, quantized_forms, with_scales
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.engine.stored_forms import Form
@@ -42,7 +42,7 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     if options.quantize is None:
         return {}
     natives = _natives(family(header.config.family), header.config, HF)
-    return fp8_forms([native for native in natives if native.copy is None], header, options)
+    return quantized_forms([native for native in natives if native.copy is None], header, options)
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
@@ -58,7 +58,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     listed = _natives(table, config, own) if base is None else _as_in(base, table, config)
     natives = [native for native in listed if native.copy is None or native.copy.written]
     if options.quantize is not None:
-        files[CONFIG_NAME] = PlainFile(with_quantization(table.config_json(config), natives, header))
+        described = quantization_files(CONFIG_NAME, table.config_json(config), natives, header, options.quantize)
+        files |= {name: PlainFile(content) for name, content in described.items()}
         natives = [each for native in natives for each in with_scales(native, header)]
     called = Whole({}).hf_name if config.whole is None else config.whole.hf_name
     names, copied, added = (
@@ -85,7 +86,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     # Only Megatron's checkpoints have a layout: from another source nothing passes between two ways to compute the model.
     notices = table.notices(config) if header.layout is not None else ()
     if options.quantize is not None:
-        notices = (*notices, LOSSY)
+        notices = (*notices, lossy(options.quantize))
     return OutputPlan(files, placements, notices=notices, from_base=added)
 
 

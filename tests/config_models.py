@@ -16,7 +16,7 @@ FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
 """Families whose config.json has Llama's words."""
-WITHOUT_CLASS = ("bailing_moe2", "mimo", "sarvam_moe")
+WITHOUT_CLASS = ("bailing_moe2", "mimo", "sarvam_mla", "sarvam_moe")
 """Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
@@ -55,6 +55,8 @@ EXPERT_KEYS: dict[str, Raw] = {
     "dots1": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": True},
     "bailing_moe2": {**SHARED_KEYS, "num_experts": 6, "num_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 1,
                        "topk_group": 1},
+    "sarvam_mla": {**{key: value for key, value in LATENT_KEYS.items() if key not in ("q_lora_rank", "n_routed_experts",
+                   "n_shared_experts")}, "num_experts": 6, "num_shared_experts": 2, "use_qk_norm": True},
     "sarvam_moe": {**SHARED_KEYS, "num_experts": 6, "num_shared_experts": 2, "first_k_dense_replace": 2},
     "solar_open": {**SHARED_KEYS, "n_routed_experts": 6, "n_shared_experts": 2, "partial_rotary_factor": 0.5},
     "hy_v3": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2},
@@ -127,6 +129,7 @@ OWN_KEYS: dict[str, Raw] = {
         "n_groups": 2,
         "ssm_state_size": 5,
         "mlp_hidden_act": "relu2",
+        "moe_latent_size": 12,
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -268,7 +271,7 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 
 DEEPSEEKS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2", "sarvam_moe"),
+    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2", "sarvam_mla", "sarvam_moe"),
 )
 """Families whose experts are described in DeepSeek's manner."""
 

@@ -8,6 +8,7 @@ that the mixer asks einops for.
 
 import sys
 from argparse import Namespace
+from copy import copy
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ def build(args: Namespace, config: "TransformerConfig") -> Any:
     """One pipeline stage, as mamba_builders.py of Megatron-LM makes it."""
     leave_generation_out()
     replace_kernels()
+    if config.moe_latent_size:
+        project_for_experts()
     from megatron.core import parallel_state
     from megatron.core.models.mamba import MambaModel
 
@@ -41,6 +44,33 @@ def build(args: Namespace, config: "TransformerConfig") -> Any:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
     ).eval()
+
+
+def project_for_experts() -> None:
+    """Core 0.16.1 has projections to a latent width of Transformer Engine's layers alone, and separate experts of the hidden width."""
+    import torch
+    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    class Whole(torch.nn.Linear):
+        """On every rank, as Transformer Engine's `duplicated` ones."""
+
+        def __init__(self, inner: int, outer: int, **settings: Any) -> None:
+            super().__init__(inner, outer, bias=settings["bias"])
+
+        def forward(self, hidden: "torch.Tensor") -> Any:
+            return super().forward(hidden), None
+
+    made = SequentialMLP.__init__
+
+    def in_latent_width(self: Any, count: int, config: Any, *args: Any, **settings: Any) -> None:
+        inside = copy(config)
+        inside.hidden_size = config.moe_latent_size or config.hidden_size
+        made(self, count, inside, *args, **settings)
+
+    if moe_layer.HAVE_TE:
+        return
+    moe_layer.HAVE_TE, moe_layer.TELinear, SequentialMLP.__init__ = True, Whole, in_latent_width
 
 
 def local_stack(args: Namespace) -> Any:

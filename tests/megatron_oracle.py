@@ -276,10 +276,12 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
     # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
     factor = args.rope_scaling_factor if bases[0] is not None and args.position_embedding_type == "rope" else 1.0
-    delta_net_oracle.put_into(spec, args, config, virtual_stage)
     mtp = None
-    if args.mtp_num_layers:
+    if (
+        args.mtp_num_layers
+    ):  # before delta nets are put in: what predicts further tokens attends, whatever the last layer does
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
+    delta_net_oracle.put_into(spec, args, config, virtual_stage)
     chunk = GPTModel(
         config=config,
         mtp_block_spec=mtp,

@@ -122,10 +122,10 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
     )
 
 
-def hybrid_fields(pattern: str, groups: int = 2, experts: int = 4, width: int = 4) -> dict[str, Any]:
-    """Of a Nemotron-H with these layers. width: of its experts."""
+def hybrid_fields(pattern: str, groups: int = 2, experts: int = 4, width: int = 4, latent: int = 0) -> dict[str, Any]:
+    """Of a Nemotron-H with these layers. width: of its experts, which may work on a projection of that latent width."""
     mamba = {"mamba.heads": 2 * groups, "mamba.head_dim": 3, "mamba.groups": groups, "mamba.state": 5}
-    widths = {"experts.count": experts, "experts.ffn": width, "experts.shared_ffn": width}
+    widths = {"experts.count": experts, "experts.ffn": width, "experts.shared_ffn": width, "experts.latent": latent}
     # Of one expert alone the weight is none to be divided by the sum.
     chosen = {"experts.per_token": min(2, experts), "experts.renormalize": experts > 1}
     groups_of_all = {"experts.scale": 1.0, "experts.groups": 1, "experts.group_topk": 1}
@@ -141,7 +141,12 @@ BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "atten
 def with_mamba(draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1) -> ModelConfig:
     """The model as a hybrid, of which one layer at least is a Mamba 2."""
     others = draw(st.text("M*-E", min_size=config.layer_count - 1, max_size=config.layer_count - 1))
-    sizes = {"groups": tp * draw(st.integers(1, 2)), "experts": ep * draw(st.integers(1, 3)), "width": tp * etp * 2}
+    sizes = {
+        "groups": tp * draw(st.integers(1, 2)),
+        "experts": ep * draw(st.integers(1, 3)),
+        "width": tp * etp * 2,
+        "latent": draw(st.sampled_from((0, 3))),
+    }
     return changed(config, hybrid_fields("M" + others, **sizes))
 
 
@@ -213,7 +218,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
         )
     if has_mtp(family):
         most = (
-            1 if family in ("qwen3_next", "qwen3_5", "mimo") else 2
+            1 if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mimo") else 2
         )  # whose files have one under a name without a number
         config = changed(config, {"hidden": tp * config.hidden, "mtp_layers": draw(st.integers(0, most))})
     return changed(

@@ -1,9 +1,13 @@
 """docs/api.md: each public name is described as it is called, and what is shown there runs."""
 
+import importlib.util
 import inspect
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,7 @@ from megaconv.called import spelled
 from tests.conftest import FIXTURES
 
 ROOT = Path(__file__).parents[1]
+BUILDER = ROOT / "docs" / "build_reference.py"
 REFERENCE = (ROOT / "docs" / "api.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", REFERENCE, re.MULTILINE | re.DOTALL))
 FUNCTIONS = [name for name in megaconv.__all__ if callable(getattr(megaconv, name))]
@@ -54,6 +59,29 @@ def test_what_a_section_says_of_a_result_is_there(name: str) -> None:
     listed = re.findall(r"^\| `\.(\w+)", SECTIONS[name], re.MULTILINE)
     assert listed
     assert set(listed) <= fields
+
+
+def test_everything_public_has_a_docstring() -> None:
+    assert builder().undocumented() == []
+
+
+def test_the_reference_of_docstrings_is_built(tmp_path: Path) -> None:
+    """As `make docs` builds it, in a process of its own: it puts what is found at first use into the package."""
+    pytest.importorskip("pdoc", reason="pdoc is not installed (pip install '.[docs]')")
+    subprocess.run([sys.executable, BUILDER, tmp_path], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    page = (tmp_path / "megaconv.html").read_text()
+    assert all(f'id="{name}"' in page for name in FUNCTIONS)
+    assert (tmp_path / "megaconv/errors.html").is_file()
+
+
+def builder() -> Any:
+    """docs/build_reference.py as a module."""
+    spec = importlib.util.spec_from_file_location("build_reference", BUILDER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_what_is_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

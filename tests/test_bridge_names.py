@@ -1,16 +1,16 @@
-"""Names of Megatron-Bridge for models whose modules Megatron core lacks, key by key, as they stand in its mapping registries.
+"""Names of Megatron-Bridge, key by key, as they stand in its mapping registries; and what becomes of every architecture that it has.
 
-Source: mapping_registry() in olmoe_bridge.py, minimax_m2_bridge.py, gemma2_bridge.py, gemma3_bridge.py, exaone4_bridge.py,
-qwen3_next_bridge.py, glm5_bridge.py, bailing_moe2_bridge.py and sarvam_moe_bridge.py of Megatron-Bridge at 067f987df03b, for
-layers of Transformer Engine with grouped experts.
-Where a registry has several names for one tensor, by the layers that a model is built of, those of core 0.19 are meant.
+Source: mapping_registry() of the bridges of Megatron-Bridge at 067f987df03b, for layers of Transformer Engine with grouped experts.
+Where a registry has several names for one tensor, by the layers that a model is built of, those of core 0.19 are meant. Towers
+are compared in test_towers.py and test_whole_models.py.
 """
 
 from collections.abc import Mapping
 
 import pytest
 
-from megaconv.families import families
+from megaconv.families import REFUSED, families
+from megaconv.families.parts.whole_model import NAMED_AS_IN_BRIDGE
 from megaconv.model.naming import CORE_GROUPED, HF
 from megaconv.model.table import expand
 
@@ -113,7 +113,104 @@ BAILING: Names = {
     _CORE + "mlp.router.expert_bias": (_HF + "mlp.gate.expert_bias",),
 }
 """sarvam_moe_bridge.py has the same."""
+_FC1_NORM: Names = {_CORE + "mlp.linear_fc1.layer_norm_weight": (_HF + "post_attention_layernorm.weight",)}
+_HEAD: Names = {"output_layer.weight": ("lm_head.weight",)}
+PLAIN: Names = {**COMMON, **NORMS_BEFORE, **MLP, **_FC1_NORM, **_HEAD}
+_ROUTER_BIAS: Names = {_CORE + "mlp.router.expert_bias": (_HF + "mlp.gate.e_score_correction_bias",)}
+DEEPSEEK: Names = {
+    **{
+        name: words
+        for name, words in SPARSE.items()
+        if _INDEXER not in name and "_layernorm" not in name.split("self_attention")[-1]
+    },
+    _CORE + "input_layernorm.weight": (_HF + "input_layernorm.weight",),
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    _ATTENTION + "linear_q_proj.weight": (_HF + "self_attn.q_proj.weight",),
+    _ATTENTION + "linear_q_up_proj.layer_norm_weight": (_HF + "self_attn.q_a_layernorm.weight",),
+    _ATTENTION + "linear_kv_up_proj.layer_norm_weight": (_HF + "self_attn.kv_a_layernorm.weight",),
+    **MLP,
+    **ROUTED,
+    **shared("shared_experts"),
+}
+_OF_Q = tuple(name for name in DEEPSEEK if "linear_q_" in name and not name.endswith("linear_q_proj.weight"))
+_NO_LATENT_Q = {name: words for name, words in DEEPSEEK.items() if name not in _OF_Q}
+_GATED_DELTA: Names = {
+    **{name: words for name, words in DELTA_NET.items() if not name.endswith("in_proj.weight")},
+    _ATTENTION + "in_proj.weight": tuple(f"{_LINEAR}in_proj_{word}.weight" for word in ("qkv", "z", "b", "a")),
+}
+_SHARED_GATE: Names = {_SHARED + "gate_weight": (_HF + "mlp.shared_expert_gate.weight",)}
+_MIXER = "backbone.layers.*.mixer."
+HYBRID: Names = {
+    "embedding.word_embeddings.weight": ("backbone.embeddings.weight",),
+    "decoder.final_norm.weight": ("backbone.norm_f.weight",),
+    **_HEAD,
+    _CORE + "mixer.in_proj.layer_norm_weight": ("backbone.layers.*.norm.weight",),
+    _CORE + "mlp.linear_fc1.layer_norm_weight": ("backbone.layers.*.norm.weight",),
+    _ATTENTION + "linear_qkv.layer_norm_weight": ("backbone.layers.*.norm.weight",),
+    _CORE + "pre_mlp_layernorm.weight": ("backbone.layers.*.norm.weight",),
+    **{
+        f"{_CORE}mixer.{word}": (_MIXER + word,) for word in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")
+    },
+    **{f"{_CORE}mixer.{word}": (_MIXER + word,) for word in ("in_proj.weight", "conv1d.weight", "conv1d.bias")},
+    _ATTENTION + "linear_qkv.weight": tuple(f"{_MIXER}{word}_proj.weight" for word in "qkv"),
+    _ATTENTION + "linear_proj.weight": (_MIXER + "o_proj.weight",),
+    _CORE + "mlp.linear_fc1.weight": (_MIXER + "up_proj.weight",),
+    _CORE + "mlp.linear_fc2.weight": (_MIXER + "down_proj.weight",),
+    _CORE + "mlp.router.weight": (_MIXER + "gate.weight",),
+    _CORE + "mlp.router.expert_bias": (_MIXER + "gate.e_score_correction_bias",),
+    **{f"{_CORE}mlp.{word}.weight": (f"{_MIXER}{word}.weight",) for word in ("fc1_latent_proj", "fc2_latent_proj")},
+    _SHARED + "linear_fc1.weight": (_MIXER + "shared_experts.up_proj.weight",),
+    _SHARED + "linear_fc2.weight": (_MIXER + "shared_experts.down_proj.weight",),
+    _CORE + "mlp.experts.linear_fc1.weight*": (_MIXER + "experts.*.up_proj.weight",),
+    _CORE + "mlp.experts.linear_fc2.weight*": (_MIXER + "experts.*.down_proj.weight",),
+}
 BRIDGE: Mapping[str, Names] = {
+    **dict.fromkeys(("llama", "qwen2", "mistral"), PLAIN),
+    "qwen3": {**PLAIN, **QK_NORMS},
+    "qwen3_moe": {**COMMON, **NORMS_BEFORE, **QK_NORMS, **ROUTED},
+    "gemma": {name: words for name, words in PLAIN.items() if name not in _HEAD},
+    "nemotron": {
+        **PLAIN,
+        _CORE + "mlp.linear_fc1.weight": (_HF + "mlp.up_proj.weight",),
+        "decoder.final_layernorm.bias": ("model.norm.bias",),
+        _ATTENTION + "linear_qkv.layer_norm_bias": (_HF + "input_layernorm.bias",),
+        _CORE + "mlp.linear_fc1.layer_norm_bias": (_HF + "post_attention_layernorm.bias",),
+    },
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), DEEPSEEK),
+    "deepseek_v2": {name: words for name, words in DEEPSEEK.items() if name not in _ROUTER_BIAS},
+    "sarvam_mla": _NO_LATENT_Q,
+    "glm4_moe": {**PLAIN, **QK_NORMS, **ROUTED, **shared("shared_experts"), **_ROUTER_BIAS},
+    "hy_v3": {
+        **PLAIN,
+        **QK_NORMS,
+        **experts("mlp", "router.gate", ("gate_proj", "up_proj"), "down_proj"),
+        **shared("shared_mlp"),
+        _CORE + "mlp.router.expert_bias": (_HF + "mlp.expert_bias",),
+    },
+    "exaone_moe": {
+        **PLAIN,
+        **QK_NORMS,
+        **ROUTED,
+        **shared("shared_experts"),
+        _CORE + "mlp.router.expert_bias": (_HF + "mlp.e_score_correction_bias",),
+    },
+    "ernie4_5_moe": {
+        **PLAIN,
+        **ROUTED,
+        **shared("shared_experts"),
+        _CORE + "mlp.router.expert_bias": (_HF + "mlp.moe_statics.e_score_correction_bias",),
+    },
+    "nemotron_h": HYBRID,
+    "qwen3_5": {**PLAIN, **QK_NORMS, **_GATED_DELTA},
+    "qwen3_5_moe": {
+        **COMMON,
+        **NORMS_BEFORE,
+        **QK_NORMS,
+        **_GATED_DELTA,
+        **ROUTED,
+        **shared("shared_expert"),
+        **_SHARED_GATE,
+    },
     "qwen3_next": {
         **COMMON,
         **NORMS_BEFORE,
@@ -121,7 +218,7 @@ BRIDGE: Mapping[str, Names] = {
         **DELTA_NET,
         **ROUTED,
         **shared("shared_expert"),
-        _SHARED + "gate_weight": (_HF + "mlp.shared_expert_gate.weight",),
+        **_SHARED_GATE,
     },
     "bailing_moe2": BAILING,
     "sarvam_moe": BAILING,
@@ -141,9 +238,13 @@ BRIDGE: Mapping[str, Names] = {
 _TIED = {"output_layer.weight"}
 NOT_IN_BRIDGE: Mapping[str, set[str]] = {
     **dict.fromkeys(("gemma2", "gemma3_text", "exaone4"), _TIED),
-    "qwen3_next": {*MLP, _CORE + "mlp.linear_fc1.layer_norm_weight"},
+    "gemma": _TIED,
+    **dict.fromkeys(("qwen3_next", "qwen3_moe"), {*MLP, *_FC1_NORM}),
+    "sarvam_mla": set(_OF_Q),
 }
-"""It takes the head of the first to be tied, and all layers of a Qwen3-Next to have experts."""
+"""It takes the head of the first to be tied, all layers of the others to have experts, and q of Sarvam's to be made directly."""
+WITHOUT_NORMS_OF_Q = ("llama", "qwen2", "mistral", "gemma", "gemma2", "nemotron", "ernie4_5_moe")
+"""Share rows with families that have them."""
 
 
 def ours(name: str) -> Names:
@@ -166,6 +267,80 @@ def starred(name: str) -> str:
 def test_every_name_is_the_one_that_megatron_bridge_has(name: str) -> None:
     without, found = NOT_IN_BRIDGE.get(name, set()), ours(name)
     optional = {word for word in found if word.endswith(("linear_proj.bias", "fc1.bias", "fc2.bias"))} | (
-        {*QK_NORMS} if name == "gemma2" else set()
+        {*QK_NORMS} if name in WITHOUT_NORMS_OF_Q else set()
     )
     assert {word: names for word, names in found.items() if word not in without | optional} == BRIDGE[name]
+
+
+# Every architecture that it registers.
+
+LANGUAGE_MODELS = [
+    "BailingMoeV2",
+    "DeepseekV2",
+    "DeepseekV3",
+    "Ernie4_5_Moe",
+    "Exaone4",
+    "ExaoneMoe",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "GlmMoeDsa",
+    "GptOss",
+    "HYV3",
+    "KimiK2",
+    "Llama",
+    "MiMo",
+    "MiniMaxM2",
+    "Mistral",
+    "Nemotron",
+    "NemotronH",
+    "Olmoe",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "SarvamMLA",
+    "SarvamMoE",
+]
+WHOLES = {
+    "Gemma3": "gemma3", "Glm4vMoe": "glm4v_moe", "KimiK25": "kimi_k25", "Mistral3": "mistral3", "Qwen2Audio": "qwen2_audio",
+    "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe",
+    "Exaone4_5_": "exaone4_5",
+}  # fmt: skip
+"""...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
+OTHERS = (
+    *(
+        "DeciLMForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "FalconH1ForCausalLM",
+        "Gemma4ForCausalLM",
+        "MiMoV2FlashForCausalLM",
+    ),
+    *(
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "KimiK3ForConditionalGeneration",
+    ),
+    *("Ernie4_5_VLMoeForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration", "NemotronH_Nano_VL_V2"),
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3", "Qwen2_5OmniForConditionalGeneration"),
+    *("Qwen3OmniMoeForConditionalGeneration", "Qwen3ASRForConditionalGeneration", "Qwen3_5ForTokenClassification"),
+)
+
+
+def test_every_architecture_that_megatron_bridge_registers_is_converted_or_refused_with_its_reason() -> None:
+    ours_by_class = {word for family in families().values() for word in family.architectures}
+    assert {f"{name}ForCausalLM" for name in LANGUAGE_MODELS} <= ours_by_class
+    assert set(WHOLES.values()) == set(NAMED_AS_IN_BRIDGE)
+    assert set(OTHERS) <= REFUSED.keys()
+    assert len(LANGUAGE_MODELS) + len(WHOLES) + len(OTHERS) == 59
+
+
+def test_names_of_all_its_language_models_but_two_are_compared() -> None:
+    compared = {word for name in BRIDGE for word in families()[name].architectures}
+    # MiMo's have a test of their own (test_mimo.py); GPT-OSS's experts are quantized in its files.
+    assert {f"{name}ForCausalLM" for name in LANGUAGE_MODELS} - compared == {"MiMoForCausalLM", "GptOssForCausalLM"}

@@ -22,7 +22,6 @@ from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from tests.config_models import raw_config, raw_gpt2
 from tests.models import write_config
-from tests.strategies import has_experts
 from tests.test_encoder_config import BERT, T5
 
 FAMILIES = sorted(families())
@@ -92,8 +91,8 @@ def write_model(family: str, path: Path, random: Random) -> Path:
     return path
 
 
-def hop(family: str, random: Random) -> dict[str, Any]:
-    """Any saver at any layout, whether the model can be written so or not."""
+def hop(family: str, random: Random, *, experts: bool) -> dict[str, Any]:
+    """Any saver at any layout, whether the model can be written so or not. experts: whether it has any."""
     saver = random.choice(("hf", "dcp", "core", "core", "core", "core", "legacy", "llama_mistral"))
     if saver == "llama_mistral":
         return {"saver": saver, "checkpoint_type": random.choice(("meta", "mistral"))}
@@ -109,7 +108,7 @@ def hop(family: str, random: Random) -> dict[str, Any]:
     found["ckpt_format"] = random.choice(("torch", "torch", "torch_dist", "zarr"))
     found["transformer_impl"] = random.choice(("transformer_engine", "local"))
     found["vocab_divisor"] = random.choice((1, 7, 64, 128))
-    if has_experts(family):
+    if experts:
         found |= {"ep": random.choice((1, 2, 3, 4)), "etp": random.choice((None, 1, 2))}
         found["grouped_experts"] = found["transformer_impl"] == "transformer_engine" and random.random() < 0.5
     return found
@@ -129,9 +128,12 @@ def go(number: int, folder: Path) -> list[dict[str, Any]]:
     family = FAMILIES[number % len(FAMILIES)]
     source = at = write_model(family, folder / "source", random)
     expected = megaconv.fingerprint(source).weights
+    experts = bool(
+        read_config(source / CONFIG_NAME)[1].experts.count
+    )  # the layers of a hybrid may all be of other kinds
     made: list[dict[str, Any]] = []
     for _ in range(40):
-        options = hop(family, random)
+        options = hop(family, random, experts=experts)
         if len(made) == HOPS:
             break
         try:

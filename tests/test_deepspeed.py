@@ -166,10 +166,10 @@ def test_partitions_of_another_run_are_refused(tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "in").status == 3
 
 
-def test_pipelines_and_a_tag_that_leads_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_experts_and_a_tag_that_leads_elsewhere_are_refused(tmp_path: Path) -> None:
     step = broken(GROUPS, tmp_path / "in")
-    (step / "layer_01-model_00-model_states.pt").write_bytes(b"")
-    assert_refused(run("inspect", tmp_path / "in"), 3, "layer_01-model_00-model_states.pt", "not supported")
+    (step / "layer_1_expert_0_mp_rank_00_model_states.pt").write_bytes(b"")
+    assert_refused(run("inspect", tmp_path / "in"), 3, "layer_1_expert_0_mp_rank_00_model_states.pt", "not supported")
     (tmp_path / "in" / "latest").write_text("../elsewhere")
     assert_refused(run("inspect", tmp_path / "in"), 6, "latest", "../elsewhere")
 

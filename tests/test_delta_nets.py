@@ -210,23 +210,6 @@ def test_legacy_models_have_no_linear_attention(hf: Path, tmp_path: Path) -> Non
 # Layers for multi-token prediction.
 
 
-def test_mtp_layers_in_an_unknown_form_are_left_out_with_a_notice_and_come_back_from_the_original(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of Qwen 3.5 MoE experts may be packed there and not elsewhere, or the other way round."""
-    hf = write_model(tmp_path / "hf", "qwen3_5_moe")
-    mtp = {"mtp.fc.weight": torch.ones(12, 24), "mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 24, 12)}
-    save_file(weights_of(hf) | mtp, hf / "model.safetensors", metadata={"format": "pt"})
-    megaconv.convert(hf, tmp_path / "core", saver="core")
-    assert "layers for multi-token prediction are not converted" in caplog.text
-    assert "mtp.fc.weight" in caplog.text
-    megaconv.convert(tmp_path / "core", tmp_path / "alone", saver="hf")
-    assert weights_of(tmp_path / "alone").keys() == weights_of(hf).keys() - mtp.keys()
-    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=hf)
-    assert weights_of(tmp_path / "back").keys() == weights_of(hf).keys()
-    assert torch.equal(weights_of(tmp_path / "back")["mtp.fc.weight"], mtp["mtp.fc.weight"])
-
-
 MTP = {
     "eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight",
     "mtp_model_layer.self_attention.linear_qkv.layer_norm_weight", "mtp_model_layer.self_attention.linear_qkv.weight",
@@ -262,7 +245,7 @@ def with_mtp(hf: Path) -> Path:
     return hf
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
 def test_the_layer_for_multi_token_prediction_goes_to_megatron_and_back(
     name: str, ckpt_format: str, tmp_path: Path
@@ -279,12 +262,44 @@ def test_the_layer_for_multi_token_prediction_goes_to_megatron_and_back(
     found = {
         key.removeprefix("mtp.layers.0.") for key in of_bridge if key.startswith("mtp.") and "_extra_state" not in key
     }
-    wanted = MTP | (MTP_EXPERTS if name == "qwen3_next" else MTP_DENSE)
+    wanted = MTP | (MTP_DENSE if name == "qwen3_5" else MTP_EXPERTS)
     assert {key for key in found if ".experts." not in key} == wanted
     torch.save({**state, "model": of_bridge}, file)  # as later releases have it
     (tmp_path / "again/megaconv.json").unlink()
     megaconv.convert(tmp_path / "again", tmp_path / "from later", saver="hf")
     assert_same(tmp_path / "from later", hf)
+
+
+def packed(tensors: dict[str, torch.Tensor], layer: str, experts: int = 4) -> dict[str, torch.Tensor]:
+    """With the experts of a layer in two tensors."""
+    before = f"{layer}.mlp.experts."
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(before)}
+
+    def of(word: str) -> torch.Tensor:
+        return torch.stack([tensors[f"{before}{expert}.{word}_proj.weight"] for expert in range(experts)])
+
+    return kept | {f"{before}gate_up_proj": torch.cat([of("gate"), of("up")], dim=1), f"{before}down_proj": of("down")}
+
+
+@pytest.mark.parametrize("layers", [["mtp.layers.0"], [f"model.layers.{layer}" for layer in range(3)]])
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_of_a_predicting_layer_may_be_packed_where_others_are_not_and_the_other_way_round(
+    layers: list[str], together: bool, tmp_path: Path
+) -> None:
+    """As Qwen 3.6 has them, and Qwen 3.5."""
+    hf = with_mtp(write_model(tmp_path / "hf", "qwen3_5_moe"))
+    tensors = weights_of(hf)
+    other = shutil.copytree(hf, tmp_path / "other")
+    for layer in {
+        *layers,
+        *(["mtp.layers.0", "model.layers.0", "model.layers.1", "model.layers.2"] if together else []),
+    }:
+        tensors = packed(tensors, layer)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert megaconv.fingerprint(other).weights == megaconv.fingerprint(hf).weights
+    megaconv.convert(other, tmp_path / "core", saver="core", ep=2)
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=other)
+    assert_same(tmp_path / "back", other)
 
 
 def test_a_gated_delta_net_has_its_convolution_with_an_axis_of_1(hf: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "exaone_moe": EXPERTS,
     "bailing_moe2": {**DEEPSEEK, "num_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     "sarvam_moe": {**DEEPSEEK, "num_experts": 4},
+    "sarvam_mla": {**DEEPSEEK, "q_lora_rank": None, "num_experts": 4},
     "hy_v3": {**EXPERTS, "num_nextn_predict_layers": 1},
     "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
     "glm4_moe_lite": {**DEEPSEEK, "num_nextn_predict_layers": 1, "head_dim": LATENT["qk_rope_head_dim"]},
@@ -101,6 +102,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 3,
         "n_groups": 2,
         "ssm_state_size": 5,
+        "moe_latent_size": 6,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
@@ -626,7 +628,16 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
 
 
 # Names of transformers' classes, but for those that only files on the Hub have.
-ON_THE_HUB = ("MPTForCausalLM", "PhiMoEForCausalLM")
+ON_THE_HUB = (
+    *(
+        "MPTForCausalLM",
+        "PhiMoEForCausalLM",
+        "Step3p5ForCausalLM",
+        "DeciLMForCausalLM",
+        "KimiK3ForConditionalGeneration",
+    ),
+    *("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"),
+)
 
 
 @pytest.mark.parametrize("architecture", REFUSED)

@@ -113,6 +113,15 @@ def test_tensors_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
 # torchtitan's names, written.
 
 
+def test_sharded_tensors_of_fsdp_1_get_their_next_step(tmp_path: Path) -> None:
+    """The file is torch 2.13's own: init_from_local_shards in a group of one rank."""
+    (tmp_path / "huggingface").mkdir()
+    shutil.copy(ORIGINAL / "config.json", tmp_path / "huggingface")
+    file = "model_world_size_1_rank_0.pt"
+    shutil.copy(FIXTURES / "fsdp1-sharded-tensor" / file, tmp_path)
+    assert_refused(run("fingerprint", tmp_path), 3, file, "ShardedTensors", "without a device mesh", "FULL_STATE_DICT")
+
+
 def test_a_llama_is_written_with_the_names_that_torchtitan_has(tmp_path: Path) -> None:
     outcome = run(
         "convert",

@@ -1,7 +1,6 @@
 """`inspect --html`: one page that needs nothing else, opened in a real browser where there is one."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -10,25 +9,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.browsers import browser
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 
 MIXTURE = FIXTURES / "core-mixtral-seq-tp2pp2ep2" / "checkpoint"
-BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome")
 
 
 def written(path: Path, target: Path, *options: str) -> str:
     outcome = run("inspect", path, "--html", target, *options)
     assert (outcome.status, outcome.err) == (0, "")
     return target.read_text()
-
-
-def browser() -> str:
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, and CHROMIUM names none")
-    return found
 
 
 def opened(page: Path, tmp_path: Path) -> tuple[str, list[str]]:

@@ -6,9 +6,11 @@ taken out, in the class that the family has.
 
 import json
 import shutil
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -105,14 +107,16 @@ MODELS = {
 }
 
 
-def create(model: Inside, directory: Path) -> Any:
-    """Save a small one, random in every weight; returns it as transformers loads it again."""
+def create(model: Inside, directory: Path, vision: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Save a small one, random in every weight; returns it as transformers loads it again. vision: what else its tower has."""
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
     torch.manual_seed(20)
     text = deepcopy({**SIZES, "pad_token_id": 6, **model.text})  # transformers changes what it is given
     sense = (
-        {"audio_config": AUDIO} if "audio" in model.model_type else {"vision_config": {"hidden_act": "silu", **VISION}}
+        {"audio_config": AUDIO}
+        if "audio" in model.model_type
+        else {"vision_config": {"hidden_act": "silu", **VISION, **vision}}
     )
     config = AutoConfig.for_model(model.model_type, text_config=text, tie_word_embeddings=False, **sense)
     whole = AutoModelForMultimodalLM.from_config(config)

@@ -228,7 +228,6 @@ def test_older_and_newer_words_of_config_json_mean_the_same(words: dict[str, Any
         ("layer_norm_epsilon", 1e-6, UnknownFamily),
         ("time_step_limit", [0.01, 0.1], NotExpressible),
         ("conv_kernel", 3, UnknownFamily),
-        ("moe_latent_size", 16, UnknownFamily),
         ("mamba_proj_bias", True, UnknownFamily),
     ],
 )

@@ -94,7 +94,7 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
         }
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
     if has_mamba(family):
-        return changed(config, hybrid_fields("M*-E"))
+        return changed(config, hybrid_fields("M*-E", latent=3))
     if not has_experts(family):
         return config
     if has_latent_attention(family):

@@ -261,11 +261,13 @@ def test_optimizer_state_is_refused_and_can_be_left_behind(qwen: Path, tmp_path:
 def test_the_trainer_refuses_what_it_cannot_compute(qwen: Path) -> None:
     with pytest.raises(NotExpressible, match="sees or hears, and there is code for language models alone"):
         find_start(make_settings({"load": str(qwen / "core")}), finetune=True)
-    command = [sys.executable, "-m", "megatron_lite", "generate", "--load", str(qwen / "hf"), "Hello"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert outcome.returncode == 2
-    assert "sees or hears" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    plan = ["plan", "--vocab-size", "131", "--load"]
+    for words in (["generate", "Hello", "--load", "hf"], [*plan, "hf"], [*plan, "core"]):
+        command = [sys.executable, "-m", "megatron_lite", *words[:-1], str(qwen / words[-1])]
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert outcome.returncode == 2, words
+        assert "sees or hears" in outcome.stderr
+        assert "Traceback" not in outcome.stderr
 
 
 # What is shown.

@@ -428,6 +428,11 @@ MIXTURES = {
          "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5},
         {"no factor on the experts": {"routed_scaling_factor": 1.0}}, ("tp2 pp1 ep2", "tp1 pp2 ep2"), QUICK_WITH_EXPERTS,
     ),
+    "nemotron_h, experts in a latent width": Variant(
+        "nemotron_h",
+        {**MAMBA, "hybrid_override_pattern": "ME*E", "n_routed_experts": 4, "moe_intermediate_size": 48, "moe_latent_size": 20,
+         "moe_shared_expert_intermediate_size": 56}, {}, ONE_WITH_EXPERTS,
+    ),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 NAMED = {

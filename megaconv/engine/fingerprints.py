@@ -13,17 +13,16 @@ import numpy as np
 from blake3 import blake3
 
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
-from megaconv.engine.fp8_blocks import READ_AS, Fp8Values
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.shifted import ShiftedHasher
-from megaconv.model.ir import WEIGHT, Key, Source, shift_of
+from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
 from megaconv.threads import thread_pool
 
 
 def tensor_hasher(tensor: LazyTensor) -> Any:
     """A BLAKE3 (or what is used like one) that has seen dtype and shape and waits for the bytes."""
-    shape, shift = ",".join(map(str, tensor.shape)), shift_of(tensor)
-    dtype = READ_AS if isinstance(tensor, Fp8Values) else tensor.dtype
+    read: TensorInfo | LazyTensor = getattr(tensor, "read", tensor)  # as readers get it, where it is stored otherwise
+    shape, shift, dtype = ",".join(map(str, read.shape)), shift_of(tensor), read.dtype
     plain = blake3(f"{dtype}\0{shape}\0".encode())
     if not shift:
         return plain

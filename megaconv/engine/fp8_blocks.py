@@ -18,6 +18,7 @@ from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, 
 from megaconv.engine import rounding
 from megaconv.engine.assembled import window
 from megaconv.errors import NotExpressible
+from megaconv.model.ir import TensorInfo
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -106,18 +107,23 @@ class Fp8Values:
     def shape(self) -> Shape:
         return self.blocks.source.shape
 
+    @property
+    def read(self) -> TensorInfo:
+        """As a reader gets it."""
+        return TensorInfo(self.shape, READ_AS)
+
     def read_into(self, box: Box, out: Bytes) -> None:
         for part in box_blocks(box, self.dtype, _AT_ONCE):
             numbers, scales = self.blocks.read(part), self.blocks.scales_of(part)
             codes = e4m3(numbers / scales)
-            self.errors.add(_values(codes) * scales - numbers)
+            self.errors.add(e4m3_values(codes) * scales - numbers)
             np.copyto(window(out, box, part, 1), codes)
 
     def as_read(self, box: Box, stored: Bytes) -> Bytes:
         """The bytes that a reader has of a rectangle: what fingerprints are made of."""
         read = np.empty((box.rows, box.cols * ITEMSIZE[READ_AS]), np.uint8)
         for part in box_blocks(box, self.dtype, _AT_ONCE):
-            numbers = _values(window(stored, box, part, 1)) * self.blocks.scales_of(part)
+            numbers = e4m3_values(window(stored, box, part, 1)) * self.blocks.scales_of(part)
             np.copyto(window(read, box, part, ITEMSIZE[READ_AS]), rounding.rounded(numbers, READ_AS))
         return read
 
@@ -162,5 +168,7 @@ def e4m3(numbers: rounding.Floats) -> Bytes:
     return codes | (bits >> 24 & 0x80).astype(np.uint8)
 
 
-def _values(codes: Bytes) -> NDArray[np.float32]:
+def e4m3_values(codes: Bytes) -> NDArray[np.float32]:
+    """What codes of float8_e4m3fn stand for."""
+    """Of the codes that `e4m3` makes, and of NaN's."""
     return rounding.numbers(codes, "float8_e4m3fn").astype(np.float32)

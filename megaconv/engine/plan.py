@@ -81,6 +81,7 @@ class OutputPlan:
 
     @property
     def nbytes(self) -> int:
+        """Of all files together."""
         return sum(layout.size for layout in self.files.values())
 
     def identity(self, source: str) -> str:

@@ -231,7 +231,7 @@ def prepare(
         source = PlainSource(source, exact=not rounds)
     parameters = source.header.parameters
     source, stored = _stored(source, saver, options, processes)
-    header = stored.read_header if stored is not None and stored.is_fp8 else source.header
+    header = stored.read_header if stored is not None and stored.is_quantized else source.header
     check = SourceCheck()
     if options.check_source:
         overridden = options.load.config is not None or options.load.true_vocab_size is not None
@@ -249,7 +249,7 @@ def prepare(
         header, plan, Path(save_dir), memory, size, parameters,
         code=code, missing=missing, check=check, adapters=adapters,
     )  # fmt: skip
-    errors = stored.errors if stored is not None and stored.is_fp8 else None
+    errors = stored.errors if stored is not None and stored.is_quantized else None
     return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
 
 

@@ -209,7 +209,7 @@ def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
     with well_formed(f"{where}: quantization_config"):
         settings = [group["weights"] for group in groups.values()] if isinstance(groups, Mapping) else [quantization]
         sizes = {each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)}
-    if algorithm != "NVFP4" or sizes != {_NVFP4_GROUP}:
+    if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {_NVFP4_GROUP}:
         raise UnsupportedInput(
             f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {', '.join(map(str, sizes))}; only NVFP4 "
             f"in groups of {_NVFP4_GROUP} is supported"

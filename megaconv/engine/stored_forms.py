@@ -5,7 +5,7 @@ What passes the stream then, and what is hashed, is what is stored. Q8_0 (ggml's
     d = max |x| / 127 in float32;  q = x * (1 / d), halves away from zero;  stored as float16(d), then 32 signed bytes
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,19 +13,30 @@ import numpy as np
 
 from formats.gguf import BLOCK, BLOCK_BYTES
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
-from megaconv.engine import rounding
+from megaconv.engine import fp8_blocks, nvfp4, rounding
 from megaconv.engine.cast import CastTensor
-from megaconv.engine.fp8_blocks import READ_AS, SCALES, Blocks, Fp8Scales, Fp8Values, Rounding, grid
+from megaconv.engine.fp8_blocks import READ_AS, Blocks, Fp8Scales, Fp8Values, Rounding, grid
+from megaconv.engine.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joined, scales_shape
 from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.options import FP8_BLOCK, NVFP4, QUANTIZATIONS
 
 
 class Form(NamedTuple):
     """How one tensor is stored."""
 
     kind: str
-    """A dtype's name, `q8_0`, or `fp8_block` (`fp8_blocks.py`)."""
+    """A dtype's name, `q8_0`, `fp8-block` (`fp8_blocks.py`) or `nvfp4` (`nvfp4.py`)."""
     add: int = 0
     """A number that is added in float32."""
+    joined: str = ""
+    """The same for all tensors that share nvfp4's scale_2."""
+    brings_scale_2: bool = False
+    """Whether it is stored with this one: of tensors that are fused, one does."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the tensor is read as a plain one, and others with its scales aren't read at all."""
+        return self.kind in QUANTIZATIONS
 
 
 def stored_shape(shape: Shape, form: Form) -> Shape:
@@ -97,36 +108,29 @@ class StoredSource:
     forms: Mapping[Key, Form]
     overflow: bool
     errors: Rounding = field(default_factory=Rounding)
-    """Of what is in FP8, as far as it was read."""
+    """Of what is quantized, as far as it was read."""
 
     @property
     def header(self) -> Header:
         header = self.source.header
         manifest: dict[Key, TensorInfo] = {}
         for key, info in header.manifest.items():
-            form = self._form(key, info.dtype)
-            if form.kind == "fp8_block":
-                manifest[key] = TensorInfo(info.shape, "float8_e4m3fn")
-                manifest[_scales(key)] = TensorInfo(grid(info.shape), "float32")
-            else:
-                manifest[key] = TensorInfo(
-                    stored_shape(info.shape, form), "uint8" if form.kind == "q8_0" else form.kind
-                )
+            manifest |= _stored_infos(key, info, self._form(key, info.dtype))
         return replace(header, manifest=manifest)
 
     @property
     def read_header(self) -> Header:
-        """The same for who reads the output: FP8 as plain weights, without scales."""
+        """The same for who reads the output: plain weights in place of quantized ones, without scales."""
+        stored = self.header.manifest
         manifest = {
-            key: TensorInfo(info.shape, READ_AS) if self._form(key, info.dtype).kind == "fp8_block" else info
-            for key, info in self.header.manifest.items()
-            if key in self.source.header.manifest
+            key: TensorInfo(info.shape, READ_AS) if self._form(key, info.dtype).is_quantized else stored[key]
+            for key, info in self.source.header.manifest.items()
         }
         return replace(self.source.header, manifest=manifest)
 
     @property
-    def is_fp8(self) -> bool:
-        return any(form.kind == "fp8_block" for form in self.forms.values())
+    def is_quantized(self) -> bool:
+        return any(form.is_quantized for form in self.forms.values())
 
     def _form(self, key: Key, dtype: str) -> Form:
         return self.forms.get(key, Form(dtype))
@@ -137,14 +141,31 @@ class StoredSource:
         return frozenset(key for key, form in self.forms.items() if form.add)
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
-        for key, tensor in self.source.tensors():
+        tensors: Iterable[tuple[Key, LazyTensor]] = self.source.tensors()
+        joined: dict[str, Joined] = {}
+        if any(form.joined for form in self.forms.values()):
+            tensors = list(tensors)
+            joined = self._joined(tensors)
+        for key, tensor in tensors:
             form = self._form(key, tensor.dtype)
-            if form.kind == "fp8_block":
+            if form.kind == FP8_BLOCK:
                 blocks = Blocks(tensor, str(key))
                 yield key, Fp8Values(blocks, self.errors)
-                yield _scales(key), Fp8Scales(blocks)
+                yield _named(key, fp8_blocks.SCALES), Fp8Scales(blocks)
+            elif form.kind == NVFP4:
+                groups = Groups(tensor, joined[form.joined])
+                yield key, Fp4Values(groups, self.errors)
+                yield _named(key, nvfp4.SCALES), Fp4Scales(groups)
+                if form.brings_scale_2:
+                    yield _named(key, nvfp4.SCALE_2), Fp4Scale2(groups.joined)
             else:
                 yield key, self._stored(key, tensor, form)
+
+    def _joined(self, tensors: Iterable[tuple[Key, LazyTensor]]) -> dict[str, Joined]:
+        members: dict[str, list[tuple[str, LazyTensor]]] = {}
+        for key, tensor in tensors:
+            members.setdefault(self._form(key, tensor.dtype).joined, []).append((str(key), tensor))
+        return {name: Joined(found) for name, found in members.items() if name}
 
     def _stored(self, key: Key, tensor: LazyTensor, form: Form) -> LazyTensor:
         if form.kind == "q8_0":
@@ -154,5 +175,20 @@ class StoredSource:
         return tensor if tensor.dtype == form.kind else CastTensor(tensor, form.kind, str(key), self.overflow)
 
 
-def _scales(key: Key) -> Key:
-    return key._replace(name=key.name + SCALES)
+def _stored_infos(key: Key, info: TensorInfo, form: Form) -> dict[Key, TensorInfo]:
+    """A tensor as it is stored, and those of its scales."""
+    if form.kind == FP8_BLOCK:
+        scales = {_named(key, fp8_blocks.SCALES): TensorInfo(grid(info.shape), "float32")}
+        return {key: TensorInfo(info.shape, "float8_e4m3fn"), **scales}
+    if form.kind == NVFP4:
+        rows, cols = matrix_shape(info.shape)
+        return {
+            key: TensorInfo((rows, cols // 2), "uint8"),
+            _named(key, nvfp4.SCALES): TensorInfo(scales_shape(info.shape), "float8_e4m3fn"),
+            **({_named(key, nvfp4.SCALE_2): TensorInfo((), "float32")} if form.brings_scale_2 else {}),
+        }
+    return {key: TensorInfo(stored_shape(info.shape, form), "uint8" if form.kind == "q8_0" else form.kind)}
+
+
+def _named(key: Key, end: str) -> Key:
+    return key._replace(name=key.name + end)

@@ -18,7 +18,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.naming import HF, HF_STACKED, HF_STACKED_TRANSPOSED, Naming
+from megaconv.model.naming import HF, HF_STACKED, HF_STACKED_TRANSPOSED, Naming, with_mtp_stacked
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes
 
@@ -126,7 +126,9 @@ def whole_model(
 
 def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     """How the tensors of a Hugging Face directory may be spelled."""
-    return (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if any(name.endswith(_STACKED) for name in names) else (HF,)
+    stacked = [name for name in names if name.endswith(_STACKED)]
+    found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if stacked else (HF,)
+    return tuple(map(with_mtp_stacked, found)) if any(name.startswith("mtp.") for name in stacked) else found
 
 
 def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:

@@ -135,6 +135,37 @@ REFUSED = {
         ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
         "it norms q and k after they rotate, Megatron core before",
     ),
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        "its full layers have heads of another size than those with a window, keys as values, and a factor each",
+    ),
+    "DeepseekV4ForCausalLM": "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens",
+    "MiMoV2FlashForCausalLM": "its layers with a window have other numbers of key/value heads than the others",
+    **dict.fromkeys(
+        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        "its layers with a window have other numbers of heads than the others, and each layer a base of rope of its own",
+    ),
+    "FalconH1ForCausalLM": "its layers have attention and a Mamba 2 side by side on the same input",
+    "DeciLMForCausalLM": "its layers differ in the widths of their MLPs, and some have no attention",
+    **dict.fromkeys(
+        ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
+        "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net",
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens, which an indexer with projections and norms of its own chooses",
+    "Ernie4_5_VLMoeForConditionalGeneration": "its layers have experts for images beside those for text, of another width",
+    **dict.fromkeys(
+        (
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3ASRForConditionalGeneration",
+        ),
+        "its language model lies in a `thinker` beside towers for sound (and one that talks), of which no names in Megatron are known",
+    ),
+    **dict.fromkeys(
+        ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"),
+        "its tower (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config",
+    ),
+    "Qwen3_5ForTokenClassification": "it has a head for classes of tokens, not for the next one",
 }
 """Known architectures without a family, with the reason."""
 

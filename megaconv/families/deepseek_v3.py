@@ -54,7 +54,9 @@ LATENT_ATTENTION = (
         hf=_HF + "o_proj.weight",
         core=_CORE + "linear_proj.weight"),
 )  # fmt: skip
-ROWS = with_mtp((EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD))
+UNPREDICTING = (EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED, *HEAD)
+"""Without layers for multi-token prediction."""
+ROWS = with_mtp(UNPREDICTING)
 
 
 def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> Keys:

@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano: layers of Mamba 2, attention, MLPs and experts, each of which is one alone."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super: layers of Mamba 2, attention, MLPs and experts, each of which is one alone."""
 
 from megaconv.families import Family
 from megaconv.families.glm4_moe import SIGMOID
@@ -60,12 +60,19 @@ _EXPERTS = (
     Row("layers.{l}.mlp.router.bias", ("experts",), when="moe",
         hf=_HF + "gate.e_score_correction_bias",
         core=_CORE + "mlp.router.expert_bias"),
-    Row("layers.{l}.mlp.experts.{e}.up.weight", ("moe_ffn hidden",), tp=0, when="moe",
+    # Every rank holds the whole of both: Transformer Engine's linear layers, core has no others for it.
+    Row("layers.{l}.mlp.latent.down.weight", ("expert_latent hidden",), when="moe expert_latent",
+        hf=_HF + "fc1_latent_proj.weight",
+        core=_CORE + "mlp.fc1_latent_proj.weight"),
+    Row("layers.{l}.mlp.latent.up.weight", ("hidden expert_latent",), when="moe expert_latent",
+        hf=_HF + "fc2_latent_proj.weight",
+        core=_CORE + "mlp.fc2_latent_proj.weight"),
+    Row("layers.{l}.mlp.experts.{e}.up.weight", ("moe_ffn expert_hidden",), tp=0, when="moe",
         hf=_HF + "experts.{e}.up_proj.weight",
         hf_stacked=Stacked(_HF + "experts.up_proj"),
         core=_EXPERT + "linear_fc1.weight",
         core_grouped=_CORE + "mlp.experts.linear_fc1.weight{e}"),
-    Row("layers.{l}.mlp.experts.{e}.down.weight", ("hidden moe_ffn",), tp=1, when="moe",
+    Row("layers.{l}.mlp.experts.{e}.down.weight", ("expert_hidden moe_ffn",), tp=1, when="moe",
         hf=_HF + "experts.{e}.down_proj.weight",
         hf_stacked=Stacked(_HF + "experts.down_proj"),
         core=_EXPERT + "linear_fc2.weight",
@@ -82,6 +89,11 @@ ROWS = in_core((
     HEAD[0].renamed(hf="backbone.norm_f.weight", core="decoder.final_norm.weight"), HEAD[1],
 ))  # fmt: skip
 
+_LATENT = Keys(
+    ("moe_latent_size",),
+    lambda raw: {"experts.latent": raw.get("moe_latent_size") or 0},
+    lambda config: {"moe_latent_size": config.experts.latent or None},
+)
 _KEYS = (
     PATTERN,
     size("hidden_size", "hidden"),
@@ -95,6 +107,7 @@ _KEYS = (
             *routed_experts(count=8, per_token=2, width=7688),
             size("moe_shared_expert_intermediate_size", "experts.shared_ffn", 7688),
             *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
+            _LATENT,
             Keys((), lambda raw: SIGMOID, lambda config: {}),
         ),
     ),
@@ -106,7 +119,7 @@ _FIXED = {**SQUARED_RELU, "positions.kind": "none", "norm.kind": "RMSNorm", "nor
 _ONLY = {
     **MAMBA_ONLY,
     **{"mlp_hidden_act": "relu2", "sliding_window": None, "mlp_bias": False, "attention_bias": False},
-    **{"n_shared_experts": 1, "moe_latent_size": None},
+    "n_shared_experts": 1,
 }
 
 FAMILY = Family(

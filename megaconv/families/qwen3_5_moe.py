@@ -7,7 +7,7 @@ from megaconv.families import Family
 from megaconv.families.llama import HEAD, IGNORED
 from megaconv.families.parts.delta_net import HYBRID, HYBRID_FEATURES, HYBRID_ONLY, hybrid_keys
 from megaconv.families.parts.keys import follows, need_size, size
-from megaconv.families.parts.mtp import MTP_LEFT_OUT
+from megaconv.families.parts.mtp import OF_QWEN
 from megaconv.families.qwen3_5 import MIXERS
 from megaconv.families.qwen3_next import EXPERTS
 
@@ -19,12 +19,13 @@ _KEYS = (
     size("moe_intermediate_size", "experts.ffn", _WIDTH),
     follows("mlp.ffn", lambda raw: need_size(raw, "moe_intermediate_size", _WIDTH)),
     size("shared_expert_intermediate_size", "experts.shared_ffn", 512),
+    OF_QWEN.keys,
 )
 _ALL_EXPERTS = {"layers.mlp": "experts", "experts.shared_gate": True, "experts.renormalize": True}
 
 FAMILY = Family(
     "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), "qwen3_5_moe_text",
-    tuple(row.without("legacy", "meta") for row in (*MIXERS, *EXPERTS, *HEAD)),
-    keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=IGNORED, left_out=MTP_LEFT_OUT, features=HYBRID_FEATURES,
+    OF_QWEN.rows(tuple(row.without("legacy", "meta") for row in (*MIXERS, *EXPERTS, *HEAD))),
+    keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=IGNORED, complete=OF_QWEN.complete, features=HYBRID_FEATURES,
     recognized=None,
 )  # fmt: skip

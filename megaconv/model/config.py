@@ -142,7 +142,11 @@ class ModelConfig:
     def sizes(self) -> dict[str, int]:
         """The sizes that shapes are written in."""
         rope_dim = self.latent.rope_dim
-        derived = {"nope_dim": self.attention.head_dim - rope_dim, "kv_and_rope": self.latent.kv_rank + rope_dim}
+        derived = {
+            "nope_dim": self.attention.head_dim - rope_dim,
+            "kv_and_rope": self.latent.kv_rank + rope_dim,
+            "expert_hidden": self.experts.latent or self.hidden,
+        }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
 
@@ -168,6 +172,7 @@ SIZES: Mapping[str, Size] = {
     "experts": Size("experts.count", 0),
     "moe_ffn": Size("experts.ffn", 0),
     "shared_ffn": Size("experts.shared_ffn", 0),
+    "expert_latent": Size("experts.latent", 0),
     "encoder_layers": Size("encoder.layers"),
     "token_types": Size("token_types"),
     "relative_buckets": Size("positions.buckets"),
@@ -239,6 +244,7 @@ FEATURES: Mapping[str, Holds] = {
     "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
     "router_bias": lambda config, kind, layer: config.experts.router_bias,
     "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
+    "expert_latent": lambda config, kind, layer: config.experts.latent > 0,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
     "token_types": lambda config, kind, layer: config.token_types > 0,
     "binary_head": lambda config, kind, layer: config.head.binary,

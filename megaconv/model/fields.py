@@ -65,6 +65,7 @@ STRUCTURE = (
         "experts.count",
         "experts.shared_gate",
         "experts.router_bias",
+        "experts.latent",
     ),
     *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),

@@ -44,6 +44,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """What it takes when it is stored."""
         return byte_count(self.shape, self.dtype)
 
 
@@ -85,10 +86,12 @@ class Header:
 
     @property
     def nbytes(self) -> int:
+        """Of all tensors together."""
         return sum(count * info.nbytes for info, count in Counter(self.manifest.values()).items())
 
     @property
     def parameters(self) -> int:
+        """How many numbers the weights are, without optimizer state."""
         return sum(count * prod(info.shape) for info, count in self.weight_kinds.items())
 
     @cached_property
@@ -136,7 +139,9 @@ class Source(Protocol):
     """An opened checkpoint: its metadata has been read and checked, none of its tensors."""
 
     @property
-    def header(self) -> Header: ...
+    def header(self) -> Header:
+        """What is known before the first tensor is read."""
+        ...
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         """Every tensor of the manifest, once, in its order."""

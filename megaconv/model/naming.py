@@ -3,7 +3,8 @@
     Naming("core", ("grouped",))    looks for a spelling under core_grouped, then under core
 
 hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
-          writes them when its option says not to keep the older form; `stacked_transposed`: each expert in it transposed.
+          writes them when its option says not to keep the older form; `stacked_transposed`: each expert in it transposed;
+          `mtp_stacked`: those of a layer for multi-token prediction, whatever the others are (Qwen 3.6).
 core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own; `local_keys`: these under the names
           that the others have, as distributed checkpoints call them. Experts are modules of their own;
           `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
@@ -17,7 +18,7 @@ gguf      llama.cpp's; spelled for all families at once, in families/parts/gguf_
 from dataclasses import dataclass
 
 KEYS = (
-    *("hf", "hf_stacked", "hf_stacked_transposed"),
+    *("hf", "hf_stacked", "hf_stacked_transposed", "hf_mtp_stacked"),
     *("core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped", "core_rope_last"),
     *("legacy", "meta", "meta_rows", "gguf"),
 )
@@ -79,6 +80,11 @@ def core_naming(transformer_impl: str, experts: str = "", *, rope_last: bool = F
     local = transformer_impl == "local"
     found = Naming("core", (*([experts] if experts else []), *(["local"] if local else [])))
     return with_rope_last(found) if rope_last else found
+
+
+def with_mtp_stacked(naming: Naming) -> Naming:
+    """The same where experts of a layer for multi-token prediction are in one tensor."""
+    return Naming(naming.scheme, ("mtp_stacked", *naming.variants))
 
 
 def with_rope_last(naming: Naming) -> Naming:

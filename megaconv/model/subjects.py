@@ -168,6 +168,8 @@ class Experts:
     """Experts are chosen from the best group_topk of `groups` groups; None without groups."""
     router_bias: bool = False
     """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
+    latent: int = 0
+    """Width of what routed experts work on, a projection of the hidden states and back; 0 where these are it."""
     probs_on_input: bool = False
     """Whether those weights scale what experts are given, and not what they give."""
 

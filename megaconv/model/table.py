@@ -137,8 +137,8 @@ class Row:
     shapes: one per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
     names: how a naming scheme spells it, by the scheme's keys (`hf=`, `core_local=` ...; see naming.py).
     tp: the axis that tensor parallelism shards, None where every rank holds a copy.
-    stage: where it lies, in the order of the model: `tower` and `deepstack` (in each layer of a tower beside a language model, and with
-    each of those that it gives the language model's first layers), `first` (with the embedding), `encoder` (in each layer of an
+    stage: where it lies, in the order of the model: `tower` and `deepstack` (in each layer of a tower beside a language model, and in each
+    part of it that gives to one of the language model's first layers), `first` (with the embedding), `encoder` (in each layer of an
     encoder), `between` (at its end), `layer` (in each layer of the decoder, or of the only stack), `last` (with the head), `mtp` (in
     each MTP layer after it).
     when: the features (see ModelConfig.has) without which the row doesn't exist.
@@ -311,6 +311,11 @@ def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[R
                     yield row, layer
 
 
+def encoder_layers(config: ModelConfig, chunk: Chunk) -> range:
+    """Which layers of an encoder a chunk holds: all of them with the embedding, unless it has stages of its own."""
+    return range(config.encoder.layers if chunk.is_first else 0) if chunk.encoder is None else chunk.encoder
+
+
 def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int, int]]:
     """(number in the chunk's own names, number in the model) of each layer of a stage that a chunk holds.
 
@@ -324,8 +329,7 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
         count = sizes.get("tower_layers" if stage == "tower" else "tower_deepstack", 0)
         yield from ((layer, layer) for layer in range(count) if chunk.is_first)
     elif stage == "encoder":
-        together = range(config.encoder.layers if chunk.is_first else 0)
-        yield from enumerate(together if chunk.encoder is None else chunk.encoder)
+        yield from enumerate(encoder_layers(config, chunk))
     elif stage == "between":
         ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
         yield from [(0, 0)] if ends else []

@@ -20,8 +20,9 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.table import encoder_layers
 
-_LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+_LAYER = re.compile(r"((decoder|encoder)\.layers)\.(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)(\..*)")
 
 _LOCAL = (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
@@ -94,12 +95,11 @@ def places(
     )
     whole = {native.name: native for native in native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)}
     first = ep_rank * (config.experts.count // layout.ep)
-    layers = config.layer_count if stacks_layers(config) else None
     found = {}
     for native, other in zip(named, keyed, strict=True):
         expert = _EXPERT.fullmatch(other.name)
         entire = whole[_numbered(other.name, first)]
-        key, stacked = _key(other.name.replace(*_LOCAL) if local and not latent else other.name, chunk, layers)
+        key, stacked = _key(other.name.replace(*_LOCAL) if local and not latent else other.name, config, chunk)
         if expert is not None:
             stacked = (*stacked, (first + int(expert[2]), config.experts.count))
         runs = tuple(_runs(native, entire))
@@ -114,13 +114,21 @@ def places(
     return found
 
 
-def _key(name: str, chunk: Chunk, layers: int | None) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """(without the number of an expert; the layer's, of how many). layers: None where they aren't stacked, but named."""
+def _key(name: str, config: ModelConfig, chunk: Chunk) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """(without the number of an expert, and without the layer's where layers are stacked; then the layer's, of how many)."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return _EXPERT.sub(r"\1.experts\3", name), ()
-    layer, inner = chunk.first_layer + int(match[2]), _EXPERT.sub(r"\1.experts\3", match[3])
-    return (match[1] + inner, ((layer, layers),)) if layers else (f"{match[1]}.{layer}{inner}", ())
+    first, layers = layers_before(match[2], config, chunk)
+    layer, inner = first + int(match[3]), _EXPERT.sub(r"\1.experts\3", match[4])
+    return (match[1] + inner, ((layer, layers),)) if stacks_layers(config) else (f"{match[1]}.{layer}{inner}", ())
+
+
+def layers_before(stack: str, config: ModelConfig, chunk: Chunk) -> tuple[int, int]:
+    """(layers of a stack before those of a chunk, layers of the stack). stack: `encoder` or `decoder`, as names have it."""
+    if stack == "encoder" and config.encoder.layers:
+        return encoder_layers(config, chunk).start, config.encoder.layers
+    return chunk.first_layer, config.layer_count
 
 
 def _numbered(name: str, first: int) -> str:

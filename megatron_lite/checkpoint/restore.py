@@ -80,6 +80,12 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     return _open(saving.load, settings, continued=not weights_alone)
 
 
+def find_reference(settings: Settings) -> Start:
+    """The weights of --load, whatever --save holds. Raises CheckpointError."""
+    assert settings.checkpointing.load is not None
+    return _open(settings.checkpointing.load, settings, continued=False)
+
+
 def _check_base(settings: Settings, saved: Path | None) -> None:
     """Of a run that trains adapters. Raises UsageError."""
     saving = settings.checkpointing
@@ -94,13 +100,17 @@ def _check_base(settings: Settings, saved: Path | None) -> None:
 def open_language_model(place: str) -> Source:
     """A checkpoint of any format. Raises CheckpointError; NotExpressible for a model that has more beside its language model."""
     _, source = open_source(place, None, LoadOptions())
-    if source.header.config.whole is not None:
-        name = named(source.header.config.whole.config)
+    refuse_whole(source.header.config, place)
+    return source
+
+
+def refuse_whole(config: ModelConfig, place: str) -> None:
+    """Raises NotExpressible for a model that has more beside its language model. place: where it was read."""
+    if config.whole is not None:
         raise NotExpressible(
-            f"{place}: {name} sees or hears, and there is code for language models alone; take the one in it: "
+            f"{place}: {named(config.whole.config)} sees or hears, and there is code for language models alone; take the one in it: "
             f"megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
         )
-    return source
 
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:

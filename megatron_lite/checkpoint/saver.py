@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from formats import rank_files
 from formats.errors import CheckpointError
 from formats.renames import sync_directory
+from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import write_blocks, write_common, write_file
 from megatron_lite.checkpoint.snapshot import Snapshot
 
@@ -50,6 +51,7 @@ class Saver:
     """Files for `hf/`, by name."""
     keep_last: int | None = None
     asynchronous: bool = False
+    _copies: Copies = field(default_factory=Copies, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
 
@@ -59,7 +61,7 @@ class Saver:
         if not self.asynchronous:
             self._write(snapshot)
             return
-        copied = snapshot.copied()
+        copied = snapshot.copied(self._copies)
         self._thread = threading.Thread(target=self._try_to_write, args=(copied,), name="save", daemon=True)
         self._thread.start()
 
@@ -78,6 +80,7 @@ class Saver:
 
     def _try_to_write(self, snapshot: Snapshot) -> None:
         try:
+            self._copies.wait()
             self._write(snapshot)
         except BaseException as error:
             self._failure = error

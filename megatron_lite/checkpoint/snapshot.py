@@ -5,7 +5,7 @@ Optimizer state is saved as Megatron's fully_reshardable form: sharded like the 
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,14 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE, core_naming
 from megaconv.model.natives import native_tensors
+from megaconv.model.table import encoder_layers
+from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
 from megatron_lite.engine import Engine
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo
-from megatron_lite.parallel.zero import STATE, kind_of
+from megatron_lite.parallel.zero import STATE, FlatRange, kind_of
 
 NAMING = CORE
 """Of the engine's parameters."""
@@ -50,20 +52,22 @@ class Snapshot:
     files: Mapping[str, bytes] | None = None
     """Of a run that trains adapters, by name; on rank 0."""
 
-    def copied(self) -> "Snapshot":
-        """With tensors that training won't change, in main memory."""
-        moved = tuple(replace(shard, tensor=_copy(shard.tensor)) for shard in self.shards)
-        file = None if self.rank_file is None else (self.rank_file[0], _copy(self.rank_file[1]))
+    def copied(self, copies: Copies) -> "Snapshot":
+        """With tensors that training won't change, in main memory; they are there after copies.wait()."""
+        copies.begin()
+        moved = tuple(replace(shard, tensor=copies.of(shard.tensor)) for shard in self.shards)
+        file = None if self.rank_file is None else (self.rank_file[0], _copy(self.rank_file[1], copies))
+        copies.end()
         return replace(self, shards=moved, rank_file=file)
 
 
-def _copy(value: Any) -> Any:
-    """Tensors in dictionaries, lists and tuples."""
+def _copy(value: Any, copies: Copies) -> Any:
+    """Tensors in dictionaries and lists."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copies.of(value)
     if isinstance(value, dict):
-        return type(value)((key, _copy(item)) for key, item in value.items())
-    return type(value)(_copy(item) for item in value) if isinstance(value, list) else value
+        return type(value)((key, _copy(item, copies)) for key, item in value.items())
+    return type(value)(_copy(item, copies) for item in value) if isinstance(value, list) else value
 
 
 def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
@@ -104,13 +108,14 @@ def _dist_shards(engine: Engine, placed: list[dict[str, Place]], with_optimizer:
     grid = engine.grid
     infos = (info for chunk in engine.infos for info in chunk)
     for number, (info, (chunk, name, tensor)) in enumerate(zip(infos, engine.parameters(), strict=True)):
-        place = placed[chunk][name]
         if _is_turn(engine, info, number) and _is_ours(info, grid.tp_rank):
-            yield from shards(place, tensor.detach())
+            for each in (name, *info.second_names):
+                yield from shards(placed[chunk][each], tensor.detach())
     if not with_optimizer or engine.optimizer is None:
         return
     for number, owned in enumerate(engine.optimizer.ranges()):
-        place = placed[owned.chunk][owned.name]
+        # Of several names Megatron's optimizer takes the last: those of its modules are in the order in which they were made.
+        place = placed[owned.chunk][(owned.name, *owned.info.second_names)[-1]]
         if _is_ours(owned.info, grid.tp_rank) and (
             engine.optimizer.distributed or _is_turn(engine, owned.info, number)
         ):
@@ -137,8 +142,7 @@ def _stored(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str
 
 def _is_turn(engine: Engine, info: ParameterInfo, number: int) -> bool:
     """Whether this rank is the one to save a tensor, of all that hold it."""
-    grid = engine.grid
-    return number % comm.size(grid.group(info.reduced_over)) == grid.rank_along(info.reduced_over)
+    return engine.grid.is_turn(info.reduced_over, number)
 
 
 def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
@@ -149,16 +153,32 @@ def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Megatron demands them of every module that it has: of linear layers, and with Transformer Engine of attention."""
     config, content = engine.config, empty_object()
     stacked, count = stacks_layers(config), config.layer_count
+    bert = config.has("transform !encoder")
+    stack = "encoder" if bert else "decoder"
     for chunk in engine.grid.chunks():
+        if bert and chunk.is_last:  # of a decoder's head Megatron leaves it out
+            yield "output_layer._extra_state/shard_0_1", content
         for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            at = ("decoder.layers.", layer, count) if stacked else (f"decoder.layers.{layer}.", 0, 1)
+            at = (f"{stack}.layers.", layer, count) if stacked else (f"{stack}.layers.{layer}.", 0, 1)
             for key in _states_of_layer(config, layer, impl, *at):
+                yield key, content
+        if config.encoder.layers:
+            for key in _states_of_encoder(config, chunk, impl):
                 yield key, content
         for depth in range(config.mtp_layers if chunk.is_last else 0):
             prefix = f"mtp.layers.{depth}."
             yield f"{prefix}eh_proj._extra_state/shard_0_1", content
             for key in _states_of_layer(config, count - 1, impl, f"{prefix}transformer_layer.", 0, 1):
                 yield key, content
+
+
+def _states_of_encoder(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
+    """And of the head, which has them under both of its names."""
+    for layer in encoder_layers(config, chunk):
+        for module in _of_attention("self_attention", ("linear_qkv",), impl) + _MLP:
+            yield f"encoder.layers.{module}._extra_state/shard_{layer}_{config.encoder.layers}"
+    for head in ("lm_head.output_layer", "output_layer") if chunk.is_last else ():
+        yield f"{head}._extra_state/shard_0_1"
 
 
 def _states_of_layer(
@@ -175,12 +195,22 @@ def _states_of_layer(
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    found = [f"self_attention.{name}" for name in ("linear_proj", *_projections(config))]
+    found = _of_attention("self_attention", _projections(config), impl)
+    if config.encoder.layers:
+        found += _of_attention("cross_attention", ("linear_q", "linear_kv"), impl)
     if config.has("dense", layer):
-        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif config.experts.shared_ffn:
-        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
-    return [*found, "self_attention.core_attention"] if impl == "transformer_engine" else found
+        return found + _MLP
+    if config.experts.shared_ffn:
+        return [*found, "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    return found
+
+
+_MLP = ["mlp.linear_fc1", "mlp.linear_fc2"]
+
+
+def _of_attention(name: str, projections: Sequence[str], impl: str) -> list[str]:
+    core = ("core_attention",) if impl == "transformer_engine" else ()
+    return [f"{name}.{module}" for module in ("linear_proj", *projections, *core)]
 
 
 def _projections(config: ModelConfig) -> tuple[str, ...]:
@@ -199,18 +229,22 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     grid = engine.grid
     renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
     models: list[dict[str, Tensor]] = [{} for _ in renamed]
+    second_names = {(info.chunk, info.name): info.second_names for infos in engine.infos for info in infos}
     for chunk, name, tensor in engine.parameters():
-        models[chunk][renamed[chunk][name]] = tensor.detach()
+        for each in (name, *second_names[chunk, name]):
+            models[chunk][renamed[chunk][each]] = tensor.detach()
     order = core_order(family(engine.config.family).rows, core_naming(impl))
     ordered = [OrderedDict(sorted(model.items(), key=lambda entry: order(entry[0]))) for model in models]
     state = dict(common)
-    if with_optimizer and engine.optimizer is not None:
-        slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in _whole_slots(engine).items()}
+    mixture = engine.config.experts.count > 0
+    writes = not grid.rank_along("edp" if mixture else "replicas")
+    whole = _whole_slots(engine, keep=writes) if with_optimizer and engine.optimizer is not None else {}
+    if not writes:
+        return Snapshot(common["iteration"], common)
+    if whole:
+        slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in whole.items()}
         listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
         state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
-    mixture = engine.config.experts.count > 0
-    if grid.rank_along("edp" if mixture else "replicas"):
-        return Snapshot(common["iteration"], common)
     for chunk, model in enumerate(ordered):
         entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
         key = "model" if len(ordered) == 1 else f"model{chunk}"
@@ -232,30 +266,38 @@ def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
     return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
 
 
-def _whole_slots(engine: Engine) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """Optimizer state in the shape of this rank's parameters, from the ranges of all data-parallel ranks."""
+def _whole_slots(engine: Engine, *, keep: bool) -> dict[tuple[int, str], dict[str, Tensor]]:
+    """Optimizer state in the shape of this rank's parameters; views where it has all of it.
+
+    What data-parallel ranks share is put together tensor by tensor, and kept in main memory by the rank that writes it (keep):
+    the others never hold more than one. Collective then.
+    """
     assert engine.optimizer is not None
-    infos = {(info.chunk, info.name): info for of_chunk in engine.infos for info in of_chunk if info.trained}
-    device = engine.grid.device
-    kind = engine.optimizer.options.kind
-    wholes = {
-        key: {
-            slot: torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=device)
-            for slot in _slot_names(info, kind)
-        }
-        for key, info in infos.items()
-    }
-    for owned in engine.optimizer.ranges():
-        for slot, flat in owned.tensors.items():
-            wholes[owned.chunk, owned.name][slot][owned.start : owned.end] = flat.detach()
-    if engine.optimizer.distributed:
-        for key, slots in wholes.items():
-            for flat in slots.values():
-                # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-                comm.all_reduce(flat.view(torch.int32), engine.grid.group(infos[key].reduced_over))
-    return {
-        key: {slot: flat.view(infos[key].native.shape) for slot, flat in slots.items()} for key, slots in wholes.items()
-    }
+    distributed, kind = engine.optimizer.distributed, engine.optimizer.options.kind
+    own = {(owned.chunk, owned.name): owned for owned in engine.optimizer.ranges()}
+    found: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for info in (info for of_chunk in engine.infos for info in of_chunk if info.trained):
+        owned = own.get((info.chunk, info.name))
+        slots: dict[str, Tensor] = {}
+        for slot in _slot_names(info, kind):
+            if distributed:
+                slots |= _put_together(engine, info, slot, owned, keep=keep)
+            else:
+                assert owned is not None
+                slots[slot] = owned.tensors[slot].detach().view(info.native.shape)
+        found[info.chunk, info.name] = slots
+    return found
+
+
+def _put_together(
+    engine: Engine, info: ParameterInfo, slot: str, owned: FlatRange | None, *, keep: bool
+) -> dict[str, Tensor]:
+    whole = torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=engine.grid.device)
+    if owned is not None:
+        whole[owned.start : owned.end] = owned.tensors[slot].detach()
+    # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
+    comm.all_reduce(whole.view(torch.int32), engine.grid.group(info.reduced_over))
+    return {slot: whole.cpu().view(info.native.shape)} if keep else {}
 
 
 def _slot_names(info: ParameterInfo, kind: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import padded_vocab
+from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
@@ -48,9 +48,11 @@ def common_state(
     """The keys of common.pt, and of every rank file but for its tensors. rates: learning rate and weight decay now."""
     import torch
 
-    divisor = settings.model.make_vocab_size_divisible_by
+    divisor, layout = settings.model.make_vocab_size_divisible_by, sizes.layout
+    if layout.split_rank:  # distributed checkpoints have no stages, and a T5 of Megatron's that reads them has one
+        layout = Layout(layout.tp, stage_layers=(config.layer_count,))
     arguments = _plain_settings(settings) | to_arguments(
-        config, sizes.layout, TrainingState(progress.iteration), transformer_impl=settings.checkpointing.transformer_impl,
+        config, layout, TrainingState(progress.iteration), transformer_impl=settings.checkpointing.transformer_impl,
         grouped_experts=False, vocab_divisor=divisor, padded_vocab=padded_vocab(config.vocab, divisor, sizes.layout.tp),
         allow_lossy=True,
     )  # fmt: skip
@@ -64,6 +66,7 @@ def common_state(
         "world_size": sizes.dp * sizes.cp * sizes.layout.tp * sizes.layout.pp,
         "sequence_parallel": settings.parallel.sequence_parallel,
         "seq_length": sizes.seq,
+        **({"encoder_seq_length": sizes.seq, "decoder_seq_length": sizes.decoder_seq} if sizes.decoder_seq else {}),
         "ckpt_format": settings.checkpointing.ckpt_format,
         "global_batch_size": sizes.batch.full,
         "no_save_optim": True if not with_optimizer else None,
@@ -176,6 +179,15 @@ def read_dropouts(common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None
     """attention_dropout and hidden_dropout as the checkpoint has them; 0 where it says nothing."""
     args = read_arguments(common)
     raw = dict(hf or {})
-    attention = args.get("attention_dropout", raw.get("attention_dropout", raw.get("attn_pdrop", 0.0)))
-    hidden = args.get("hidden_dropout", raw.get("hidden_dropout", raw.get("resid_pdrop", 0.0)))
-    return {"attention_dropout": float(attention or 0.0), "hidden_dropout": float(hidden or 0.0)}
+    found = {}
+    for name, others in _DROPOUTS.items():
+        said = next((raw[key] for key in (name, *others) if key in raw), 0.0)
+        found[name] = float(args.get(name, said) or 0.0)
+    return found
+
+
+_DROPOUTS = {
+    "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob"),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout_prob"),
+}
+"""Megatron's names -> those of a config.json."""

@@ -17,17 +17,27 @@ from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
+from megatron_lite.parallel import comm
 
 
 def load_weights(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
-    """Fill all parameters from canonical tensors by name (`megaconv.open(path).tensors`), in any dtype; masters follow.
+    """Fill all parameters from canonical tensors by name (`megaconv.open(path).tensors`), in any dtype; masters follow. Collective.
 
-    Raises TensorMismatch for a tensor that is missing, unknown or misshapen, before anything is changed.
+    Of ranks that hold the same parameter one reads it, into its own memory, and passes it on. Raises TensorMismatch for a tensor
+    that is missing, unknown or misshapen, before anything is changed.
     """
     check_tensors(engine, tensors)
-    for module, infos in zip(engine.chunks, engine.infos, strict=True):
-        for info in infos:
-            fill(module.get_parameter(info.name).detach(), info.native, tensors)
+    held = [
+        (info, module.get_parameter(info.name).detach())
+        for module, infos in zip(engine.chunks, engine.infos, strict=True)
+        for info in infos
+    ]
+    for number, (info, parameter) in enumerate(held):
+        if engine.grid.is_turn(info.reduced_over, number):
+            fill(parameter, info.native, tensors)
+    for number, (info, parameter) in enumerate(held):  # when all have read, side by side
+        group = engine.grid.group(info.reduced_over)
+        comm.pass_on(parameter, number % comm.size(group), group)
     if engine.optimizer is not None:
         engine.optimizer.masters_from_weights()
 

@@ -52,7 +52,7 @@ class GlobalBatches:
         stacked = {}
         for name in samples[0]:
             rows = np.stack([sample[name] for sample in samples])
-            stacked[name] = rows.reshape(-1, self.micro_batch_size, *rows.shape[1:])
+            stacked[name] = rows.reshape(len(samples) // self.micro_batch_size, self.micro_batch_size, *rows.shape[1:])
         largest = max(int(stacked[name].max()) for name in self.tokens)
         if largest >= self.vocab_size:
             raise CorruptCheckpoint(

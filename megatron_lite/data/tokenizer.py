@@ -4,18 +4,27 @@ Their packages are imported when a tokenizer is built, and only the one that it 
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.regular_files import check_size
 from megaconv.errors import UsageError
 from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "BertWordPieceLowerCase", "NullTokenizer")
+BERT_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", *BERT_TYPES, "NullTokenizer")
 
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""That transformers reads whole."""
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -63,8 +72,9 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         return NullTokenizer(_needed(options, "vocab_size"))
     if options.type == "GPT2BPETokenizer":
         return _gpt2(_file(options, "vocab_file"), _file(options, "merge_file"))
-    if options.type == "BertWordPieceLowerCase":
-        return _bert(_file(options, "vocab_file"), options.extra_ids)
+    if options.type in BERT_TYPES:
+        lower = options.type == "BertWordPieceLowerCase"
+        return _bert(_file(options, "vocab_file"), options.extra_ids, lower=lower)
     if options.type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_needed(options, "model"))
     return SentencePieceTokenizer(_file(options, "model"), begins=options.type == "Llama2Tokenizer")
@@ -82,6 +92,7 @@ def _file(options: TokenizerOptions, field: str) -> Path:
     path = Path(_needed(options, field))
     if not path.is_file():
         raise CorruptCheckpoint(f"{path}: no such file; --tokenizer-type {options.type} reads its vocabulary there")
+    check_size(path, SIDECAR_BYTES)
     return path
 
 
@@ -139,6 +150,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, place: str) -> None:
         transformers = package("transformers", "this tokenizer")
+        for name in FILES:
+            if os.path.lexists(path := Path(place) / name):  # else it is a name on the Hub, or one of other files
+                check_size(path, SIDECAR_BYTES)
         try:
             self.inner: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever its many formats raise
@@ -234,8 +248,8 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
     return RustTokenizer(tokenizer, END_OF_TEXT, None, END_OF_TEXT)
 
 
-def _bert(vocab_file: Path, extra_ids: int | None) -> RustTokenizer:
-    """BERT's word pieces, in lower case without accents. A document ends with [SEP]. What is added no text is split into."""
+def _bert(vocab_file: Path, extra_ids: int | None, *, lower: bool) -> RustTokenizer:
+    """BERT's word pieces. lower: in lower case without accents. A document ends with [SEP]; what is added no text is split into."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     words = vocab_file.read_text(encoding="utf-8").splitlines()
@@ -246,7 +260,7 @@ def _bert(vocab_file: Path, extra_ids: int | None) -> RustTokenizer:
         added = ("[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(extra_ids)))
         words += [word for word in added if word not in words]
     tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL])

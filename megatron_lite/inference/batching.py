@@ -7,6 +7,7 @@ so that a long prompt doesn't keep the others from going on.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from torch import Tensor
 
@@ -67,11 +68,12 @@ class RunningBatch:
     _reading: list[_Row] = field(default_factory=list)
     _going: list[_Row] = field(default_factory=list)
     _free: list[int] = field(default_factory=list)
+    """A heap: the lowest first, so that rows lie side by side, and data-parallel ranks have as many of them."""
     _numbers: int = 0
     _read_last: bool = False
 
     def __post_init__(self) -> None:
-        self._free = list(reversed(range(self.model.slots)))
+        self._free = list(range(self.model.slots))
 
     def add(self, request: Request) -> int:
         """Its number. Raises UsageError for a request that no slot has room for."""
@@ -100,7 +102,7 @@ class RunningBatch:
         """What came of one turn; nothing where only a part of a prompt was read, or there is nothing to do."""
         while self._waiting and self._free and not self.paused:
             row = self._waiting.popleft()
-            row.slot = self._free.pop()
+            row.slot = heappop(self._free)
             self._reading.append(row)
         if self._reading and not (self._read_last and self._going):
             self._read_last = True
@@ -152,7 +154,7 @@ class RunningBatch:
 
     def _leave(self, row: _Row) -> None:
         (self._going if row in self._going else self._reading).remove(row)
-        self._free.append(row.slot)
+        heappush(self._free, row.slot)
 
 
 def check(request: Request, length: int) -> None:

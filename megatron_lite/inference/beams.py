@@ -33,14 +33,14 @@ class BeamSettings:
 
 
 def beam_search(model: LanguageModel, prompt: Sequence[int], settings: BeamSettings) -> list[Beam]:
-    """`width` ended rows, best first. Takes the model's first `width` slots. Raises UsageError where there are fewer."""
-    width = settings.width
-    if not 0 < width <= model.slots:
-        raise UsageError(f"{width} beams need as many slots, and the model has {model.slots}")
+    """`width` ended rows, best first. Takes the first `width` slots of model.copied. Raises UsageError where there are fewer."""
+    width, slots = settings.width, model.copied[: settings.width]
+    if not 0 < width == len(slots):
+        raise UsageError(f"{width} beams need as many slots, and the model has {len(model.copied)} for one prompt")
     rows: list[tuple[int, ...]] = [()]
     scores = torch.zeros(1)
     ended: list[Beam] = []
-    logits = model.extend([Feed(0, 0, tuple(prompt))])
+    logits = model.extend([Feed(slots[0], 0, tuple(prompt))])
     for count in range(1, settings.max_tokens + 1):
         best, beams, tokens = _candidates(logits, scores, settings)
         stops = [count == settings.max_tokens or token in settings.stop_ids for token in tokens]
@@ -53,9 +53,9 @@ def beam_search(model: LanguageModel, prompt: Sequence[int], settings: BeamSetti
             break
         rows = [(*rows[beams[number]], tokens[number]) for number in going]
         scores = best[going]
-        model.copy([beams[number] for number in going], range(len(going)))
+        model.copy([slots[beams[number]] for number in going], slots[: len(going)])
         place = len(prompt) + count - 1
-        logits = model.extend([Feed(slot, place, row[-1:]) for slot, row in enumerate(rows)])
+        logits = model.extend([Feed(slot, place, row[-1:]) for slot, row in zip(slots, rows, strict=False)])
     return ended
 
 

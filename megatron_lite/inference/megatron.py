@@ -136,8 +136,8 @@ def beam_search(
     length_penalty: float,
     eod: int,
 ) -> list[Hypothesis]:
-    """Best first; takes the first `width` slots. Megatron's rules, which differ from those of beams.py."""
-    last = len(prompt) + tokens_to_generate
+    """Best first; takes the first `width` slots of model.copied. Megatron's rules, which differ from those of beams.py."""
+    last, slots = len(prompt) + tokens_to_generate, model.copied[:width]
     rows, scores = [list(prompt)], torch.zeros(1)
     kept: list[Hypothesis] = []
 
@@ -148,7 +148,7 @@ def beam_search(
             if len(kept) > width:
                 kept.remove(min(kept, key=lambda found: found.score))
 
-    logits = model.extend([Feed(0, 0, tuple(prompt))])
+    logits = model.extend([Feed(slots[0], 0, tuple(prompt))])
     for count in range(1, tokens_to_generate + 1):
         sums = (logits.log_softmax(-1) + scores.unsqueeze(1)).flatten()
         best = sums.sort(descending=True)
@@ -169,6 +169,8 @@ def beam_search(
             for row, score in zip(rows, scores.tolist(), strict=True):
                 close(row, score, count)
             break
-        model.copy([beam for beam, _, _ in going], range(len(going)))
-        logits = model.extend([Feed(slot, len(row) - 1, tuple(row[-1:])) for slot, row in enumerate(rows)])
+        model.copy([slots[beam] for beam, _, _ in going], slots[: len(going)])
+        logits = model.extend(
+            [Feed(slot, len(row) - 1, tuple(row[-1:])) for slot, row in zip(slots, rows, strict=False)]
+        )
     return sorted(kept, key=lambda found: -found.score)

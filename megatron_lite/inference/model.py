@@ -1,7 +1,8 @@
 """A model at any layout as generation asks for it: rank 0 decides on every turn, all ranks compute it.
 
-A turn is a few numbers that rank 0 sends to all others: which slots get which tokens. Logits come back from the last stage. All
-data-parallel ranks compute the same, so that experts may lie on any of them.
+A turn is a few numbers that rank 0 sends to all others: which slots get which tokens. Logits come back from the last stage.
+Data-parallel ranks share the rows: slot s is the (s // dp)th of replica s % dp. Where experts lie on several of them, all make
+the same number of passes, some with a row that nobody asked for.
 """
 
 import threading
@@ -12,6 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from megaconv.errors import LayoutError
 from megatron_lite.engine import Engine
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.slots import Feed, Scored, judge
@@ -41,11 +43,22 @@ class EngineModel:
     """A LanguageModel (slots.py) on rank 0, where `close` has to be called at the end. Other ranks call `follow`, nothing else."""
 
     def __init__(self, engine: Engine, slots: int, length: int) -> None:
-        """Collective. Takes the memory of all slots."""
-        self.engine, self.slots, self.length = engine, slots, length
+        """Collective. Takes the memory of all slots. slots: of each data-parallel rank.
+
+        Raises LayoutError for context parallelism, which shares out the tokens of a row.
+        """
+        if engine.grid.cp > 1:
+            raise LayoutError(
+                "a model at context parallelism can't be used to generate or score; load it at another layout"
+            )
+        self.engine, self.slots, self.length = engine, slots * engine.grid.dp, length
         self.grid, self.vocab = engine.grid, engine.config.vocab
-        self.cache = SlotCache(slots, length)
-        self._used = [0] * slots
+        self.copied = range(0, self.slots, self.grid.dp)
+        self._joint = self.grid.layout.ep > 1 and self.grid.dp > 1
+        """Whether passes of data-parallel ranks need each other."""
+        self.cache = SlotCache(slots + self._joint, length)
+        self._idle = Feed(slots, 0, (0,))
+        self._used = [0] * self.slots
         with torch.no_grad():
             self._pass([Feed(0, 0, (0,))])  # makes the cache
 
@@ -63,7 +76,7 @@ class EngineModel:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         used = [self._used[source] for source in sources]
         if list(sources) != list(targets):
-            self._take([Turn.COPY, max(used), len(used), *sources, *targets])
+            self._take([Turn.COPY, max(used), *sources, *targets])
         for target, length in zip(targets, used, strict=True):
             self._used[target] = length
 
@@ -147,42 +160,64 @@ class EngineModel:
                 rows = _split(rest[2 + count :], rest[2 : 2 + count])
                 return self._score(rows, top)
             if turn == Turn.COPY:
-                used, count = rest[:2]
-                self.cache.copy(rest[2 : 2 + count], rest[2 + count :], used)
+                used = rest[0]
+                if self.grid.dp_rank == 0:  # on which all slots of `copied` are
+                    sources, targets = ([slot // self.grid.dp for slot in part] for part in _halves(rest[1:]))
+                    self.cache.copy(sources, targets, used)
         return None
 
     def _extend(self, feeds: list[Feed]) -> Tensor:
-        found: list[Tensor | None] = [None] * len(feeds)
-        for group in _fitting(feeds, self.length):
-            logits = self._pass([feeds[number] for number in group])
-            for number, row in zip(group, logits, strict=True):
-                found[number] = row
-        return torch.stack([row for row in found if row is not None])
+        """float32 [feeds, vocabulary]; on rank 0 at least."""
+        dp = self.grid.dp
+        shares = [[number for number, feed in enumerate(feeds) if feed.slot % dp == replica] for replica in range(dp)]
+        groups = [list(_fitting([feeds[number] for number in share], self.length)) for share in shares]
+        mine = [Feed(feed.slot // dp, feed.start, feed.tokens) for feed in feeds]
+        found = torch.zeros(len(feeds), self.vocab, device=self.grid.device)
+        own = shares[self.grid.dp_rank]
+        for group in groups[self.grid.dp_rank]:
+            numbers = [own[place] for place in group]
+            found[numbers] = self._pass([mine[number] for number in numbers])
+        for _ in self._others(groups):
+            self._pass([self._idle])
+        return self._to_first(found)
+
+    def _others(self, passes: Sequence[Sequence[object]]) -> range:
+        """How many passes this rank makes for others alone; passes: of all data-parallel ranks."""
+        most = max(map(len, passes)) if self._joint else 0
+        return range(len(passes[self.grid.dp_rank]), most)
 
     def _pass(self, feeds: Sequence[Feed]) -> Tensor:
-        """float32 [feeds, vocabulary] on the first and the last stage: logits behind the last token of each."""
+        """float32 [feeds, vocabulary] on the last stage, zeros on others: logits behind the last token of each."""
         device, counts = self.grid.device, [len(feed.tokens) for feed in feeds]
         tokens = _padded([feed.tokens for feed in feeds]).to(device)
         starts = torch.tensor([[feed.start] for feed in feeds], device=device)
         positions = starts + torch.arange(tokens.shape[1], device=device)
         self.cache.select([feed.slot for feed in feeds], int(starts.max()) + tokens.shape[1], device)
         last = self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
-        logits = torch.empty(len(feeds), self.vocab, device=device)
+        logits = torch.zeros(len(feeds), self.vocab, device=device)
         if last is not None:
             chunk, hidden = last
             picked = hidden[torch.tensor(counts, device=device) - 1, torch.arange(len(feeds), device=device)]
             logits = chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
-        return self._to_first(logits)
+        return logits
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """float64 [tokens, 2 + 2 top]: of all rows one after the other, as score takes it apart."""
-        found = [torch.empty(max(len(row) - 1, 0), 2 + 2 * top, dtype=torch.float64) for row in rows]
-        for group in _batches([len(row) - 1 for row in rows], SCORED_TOKENS):
-            tokens = _padded([rows[number][:-1] for number in group]).to(self.grid.device)
+        dp = self.grid.dp
+        found = [torch.zeros(max(len(row) - 1, 0), 2 + 2 * top, dtype=torch.float64) for row in rows]
+        shares = [range(replica, len(rows), dp) for replica in range(dp)]
+        groups = [list(_batches([len(rows[number]) - 1 for number in share], SCORED_TOKENS)) for share in shares]
+        own = shares[self.grid.dp_rank]
+        for group in groups[self.grid.dp_rank]:
+            numbers = [own[place] for place in group]
+            tokens = _padded([rows[number][:-1] for number in numbers]).to(self.grid.device)
             last = self.engine.last_stage(Microbatch(tokens, tokens))
-            for place, number in enumerate(group):
+            for place, number in enumerate(numbers):
                 if last is not None:
                     self._judge(*last, place, rows[number], found[number])
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.grid.device)
+        for _ in self._others(groups):
+            self.engine.last_stage(Microbatch(nothing, nothing))
         return self._to_first(torch.cat(found).to(self.grid.device))
 
     def _judge(self, chunk: Network, hidden: Tensor, place: int, row: list[int], into: Tensor) -> None:
@@ -195,11 +230,21 @@ class EngineModel:
             into[part] = torch.cat([column.double() for column in columns], 1).cpu()
 
     def _to_first(self, made: Tensor) -> Tensor:
-        """What the last stage has, on the first too; on the CPU."""
-        ends = self.grid.group("ends")
-        if ends is not None and self.grid.pp_rank in (0, self.grid.layout.pp - 1):
-            comm.broadcast(made, self.grid.rank_of_stage(self.grid.layout.pp - 1), ends)
+        """What the last stages of all replicas have, zeros where another has it, on rank 0 too; on the CPU."""
+        grid = self.grid
+        if grid.dp > 1:
+            gives = grid.pp_rank == grid.layout.pp - 1 and grid.tp_rank == 0
+            made = made if gives else torch.zeros_like(made)
+            comm.all_reduce(made, grid.group("world"))
+            return made.cpu()
+        ends = grid.group("ends")
+        if ends is not None and grid.pp_rank in (0, grid.layout.pp - 1):
+            comm.broadcast(made, grid.rank_of_stage(grid.layout.pp - 1), ends)
         return made.cpu()
+
+
+def _halves(words: list[int]) -> tuple[list[int], list[int]]:
+    return words[: len(words) // 2], words[len(words) // 2 :]
 
 
 def _feeds(words: list[int]) -> list[Feed]:
@@ -222,6 +267,8 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 def _fitting(feeds: Sequence[Feed], length: int) -> Iterator[list[int]]:
     """Numbers of feeds that go through the model together: all, where padding has room in every slot; else those of one size."""
+    if not feeds:
+        return
     longest = max(len(feed.tokens) for feed in feeds)
     if all(feed.start + longest <= length for feed in feeds):
         yield list(range(len(feeds)))

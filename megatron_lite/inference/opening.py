@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megaconv.errors import CheckpointError, UsageError
+from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Source
@@ -25,6 +25,7 @@ from megatron_lite.loop import launch
 from megatron_lite.loop.failure import all_or_none, report
 from megatron_lite.loop.inputs import make_tokenizer
 from megatron_lite.parallel.grid import Grid, make_grid
+from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.config import Data, Parallel, Settings
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
@@ -47,7 +48,13 @@ def make_parser(command: str, description: str, examples: str) -> Parser:
     add = parser.add_argument_group("model").add_argument
     add("--load", required=True, metavar="PATH", help="any checkpoint that megaconv reads, or a Hub id")
     add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
-    add("--slots", type=int, default=8, metavar="N", help="rows that are generated at the same time (8)")
+    add(
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="rows that each data-parallel rank generates at the same time (8)",
+    )
     add(
         "--max-length",
         type=int,
@@ -152,6 +159,8 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     source = all_or_none(lambda: open_language_model(given.load))
     tokenizer = all_or_none(lambda: _tokenizer(given, source))
     config, dtype = source.header.config, source.header.config.dtype
+    if config.family in OF_THEIR_OWN:
+        raise NotExpressible(f"{given.load}: is a {config.family}, which predicts no next token; give a decoder")
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)

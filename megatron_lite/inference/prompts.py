@@ -1,13 +1,15 @@
 """Text and conversations as tokens that a model expects, and the tokens at which it means to end."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from formats.ceilings import CONFIG_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
+from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 GENERATION = "generation_config.json"
@@ -26,7 +28,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> 
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.inner.chat_template:
         raise UsageError("the tokenizer has no chat template: the model was not made to chat; take `generate`")
     try:
-        ids = tokenizer.inner.apply_chat_template([dict(message) for message in messages], add_generation_prompt=True)
+        said = [dict(message) for message in messages]
+        ids = bounded(lambda: tokenizer.inner.apply_chat_template(said, add_generation_prompt=True))
     except Exception as error:  # templates raise what they like
         raise UsageError(f"the chat template refuses this conversation: {error}") from error
     return tuple(ids["input_ids"] if isinstance(ids, Mapping) else ids)
@@ -34,19 +37,25 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> 
 
 def stop_ids(config: ModelConfig, tokenizer: Tokenizer, files: Mapping[str, Path]) -> frozenset[int]:
     """Of the model's configuration, of the one for generation beside it, and of the tokenizer."""
-    given = [config.eos_token_id, tokenizer.eod, _of_generation(files)]
-    found: set[int] = set()
-    for ids in given:
+    found = set(eos_of_generation(files))
+    for ids in (config.eos_token_id, tokenizer.eod):
         if ids is not None:
             found |= {ids} if isinstance(ids, int) else set(ids)
     return frozenset(found)
 
 
-def _of_generation(files: Mapping[str, Path]) -> Any:
+def eos_of_generation(files: Mapping[str, Path]) -> list[int]:
+    """Of the generation_config.json among a checkpoint's files. Raises CorruptCheckpoint."""
     path = files.get(GENERATION)
     if path is None:
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a JSON object: {error}") from error
+        return []
+    found = read_json(path, CONFIG_BYTES)
+    if not isinstance(found, dict):
+        raise CorruptCheckpoint(f"{path}: is not a JSON object")
+    ids = found.get("eos_token_id")
+    if ids is None:
+        return []
+    several = ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int for token in several):
+        raise CorruptCheckpoint(f"{path}: eos_token_id should be a token's id, or a list of them, found {ids!r:.60}")
+    return several

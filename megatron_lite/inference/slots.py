@@ -47,8 +47,13 @@ class LanguageModel(Protocol):
         """Logits behind the last token of each, float32 [feeds, vocabulary] on the CPU. Each feed has a slot of its own."""
         ...
 
+    @property
+    def copied(self) -> Sequence[int]:
+        """The slots among which rows can be copied."""
+        ...
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Every target gets the row that its source had before any of them changed."""
+        """Every target gets the row that its source had before any of them changed. All are of `copied`."""
         ...
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
@@ -65,6 +70,7 @@ class Recomputed:
 
     def __init__(self, logits: AllLogits, slots: int, length: int) -> None:
         self.slots, self.length, self._logits = slots, length, logits
+        self.copied = range(slots)
         self._rows: list[list[int]] = [[] for _ in range(slots)]
 
     def extend(self, feeds: Sequence[Feed]) -> Tensor:

@@ -64,7 +64,7 @@ def _gives(engine: Engine, info: ParameterInfo) -> bool:
     if info.kind is Kind.EXPERT:
         return engine.grid.rank_along("edp") == 0
     first = engine.grid.tp_rank == 0 or not info.replicated
-    return first and engine.grid.dp_rank == 0 and not info.is_copy
+    return first and engine.grid.rank_along("replicas") == 0 and not info.is_copy
 
 
 def _gathered(engine: Engine, shape: Shape, held: list[_Held]) -> Tensor:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
-_KEY = "megatron_lite/first failure"
+KEY = "megatron_lite/first failure"
+"""In the store, from the first failure on."""
 PATIENCE_S = 2.0
 
 
@@ -93,6 +94,12 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
     return 1
 
 
+def report_first(text: str, store: "Store") -> None:
+    """Unless another rank was quicker. For a thread, with a connection of its own to the store."""
+    if _first(store):
+        _print(text)
+
+
 def report_alone(text: str) -> None:
     """Without a store, where every rank finds the same by itself: one of each machine reports."""
     if _is_first_here():
@@ -112,7 +119,7 @@ def _is_first_here() -> bool:
 def _first(store: "Store") -> bool:
     """Whether no other rank was quicker."""
     try:
-        return store.add(_KEY, 1) == 1
+        return store.add(KEY, 1) == 1
     except RuntimeError:  # the store went away with the process that kept it
         return True
 

@@ -8,16 +8,26 @@ from typing import Any
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.datasets import check_sources
-from megatron_lite.data.finetuning.dataset import FinetuneDataset, samples_of, split_datasets
-from megatron_lite.data.finetuning.examples import Examples, Pieces, ReadingOptions, pieces_for, read_examples
+from megatron_lite.data.finetuning.dataset import FinetuneDataset, PairDataset, samples_of, split_datasets
+from megatron_lite.data.finetuning.examples import (
+    Examples,
+    Pieces,
+    ReadingOptions,
+    pairs_for,
+    pieces_for,
+    read_examples,
+)
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import LONGEST_UNASKED, Sizes
+from megatron_lite.settings.wording import counted
 
 LEARNING_RATE = 1e-5
 LORA_LEARNING_RATE = 2e-4
+PAIRS_LEARNING_RATE = 1e-6
+LORA_PAIRS_LEARNING_RATE = 1e-5
 LOG_INTERVAL = 10
 SEQUENCE_MULTIPLE = 64
 """Of lengths that are chosen here, so that tensor ranks can share a sequence."""
@@ -41,7 +51,9 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> FinetuneData | None:
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} goes with --finetune-data")
         return None
-    options = ReadingOptions(data.finetune_form, data.finetune_turns, _template(data.chat_template))
+    options = ReadingOptions(
+        data.finetune_form, data.finetune_turns, _template(data.chat_template), pairs=settings.dpo.dpo
+    )
     valid = None
     if data.valid_finetune_data:
         valid = read_examples(data.valid_finetune_data, tokenizer, options, "--valid-finetune-data")
@@ -84,10 +96,13 @@ def with_defaults(
             "the checkpoint's precision (--fp32 takes more)",
         )
     if finetune and settings.optimizer.lr is None:
+        of_pairs, what = settings.dpo.dpo, " on pairs" if settings.dpo.dpo else ""
         if settings.lora.wanted:
-            choose("optimizer", "lr", LORA_LEARNING_RATE, "a usual learning rate for adapters")
+            rate = LORA_PAIRS_LEARNING_RATE if of_pairs else LORA_LEARNING_RATE
+            choose("optimizer", "lr", rate, f"a usual learning rate for adapters{what}")
         else:
-            choose("optimizer", "lr", LEARNING_RATE, "a usual learning rate to train all weights with")
+            rate = PAIRS_LEARNING_RATE if of_pairs else LEARNING_RATE
+            choose("optimizer", "lr", rate, f"a usual learning rate to train all weights with{what}")
     if finetune and "log_interval" not in settings.given:
         choose("logging", "log_interval", LOG_INTERVAL, "steps between log lines")
     if data is not None and settings.training.seq_length is None and data.train.longest:
@@ -107,7 +122,8 @@ def with_epochs(
     training, split, batch = settings.training, settings.data.split, sizes.batch.full
     if split is not None and data.valid is not None:
         raise UsageError("--split divides --finetune-data; with --valid-finetune-data there is nothing to divide")
-    packed = Packed(pieces_for(data.train, sizes.seq), pieces_for(data.valid, sizes.seq) if data.valid else None)
+    cut = pairs_for if settings.dpo.dpo else pieces_for
+    packed = Packed(cut(data.train, sizes.seq), cut(data.valid, sizes.seq) if data.valid else None)
     epoch = samples_of(packed.train, sizes.seq, training.seed, split, 1)
     changes: dict[str, Any] = {}
     if training.epochs is not None:
@@ -143,22 +159,38 @@ def introduce(
     settings: Settings, sizes: Sizes, packed: Packed, dataset: Dataset | None, tokenizer: Tokenizer, say: Say
 ) -> None:
     """The summary, and whatever was left out."""
-    assert isinstance(dataset, FinetuneDataset)
+    assert isinstance(dataset, FinetuneDataset | PairDataset)
     examples, pieces, epoch = packed.train.examples, packed.train, dataset.epoch_samples
-    steps = epoch / sizes.batch.full
+    steps, of_pairs = epoch / sizes.batch.full, isinstance(dataset, PairDataset)
+    noun = "pair" if of_pairs else "example"
+    number = counted(len(examples) // (2 if of_pairs else 1), noun)
+    samples = f"2 rows of {sizes.seq} tokens each" if of_pairs else f"{counted(epoch, 'sample')} of {sizes.seq} tokens"
     say(
-        f"{len(examples):,} examples, {len(examples.tokens):,} tokens ({int(examples.learned.sum()):,} learned), "
-        f"{epoch:,} samples of {sizes.seq} tokens, {steps:,.4g} steps an epoch"
+        f"{number}, {len(examples.tokens):,} tokens ({int(examples.learned.sum()):,} learned), {samples}, "
+        f"{steps:,.4g} step{'' if steps == 1 else 's'} an epoch"
     )
-    if settings.training.epochs is not None:
-        say(f"{settings.training.epochs} epochs are {settings.training.train_iters:,} steps")
+    if settings.training.epochs is not None and settings.training.train_iters is not None:
+        verb = "is" if settings.training.epochs == 1 else "are"
+        say(f"{counted(settings.training.epochs, 'epoch')} {verb} {counted(settings.training.train_iters, 'step')}")
     for what, found in (("", pieces), (" for evaluation", packed.valid)):
         if found is None:
             continue
+        if found.examples.equal:
+            say(f"warning: left out, as both answers are the same: {counted(found.examples.equal, 'pair')}{what}")
         if found.cut:
-            say(f"warning: {found.cut:,} examples{what} are longer than --seq-length {sizes.seq} and were cut")
+            were = (
+                "is longer than --seq-length {} and was"
+                if found.cut == 1
+                else "are longer than --seq-length {} and were"
+            )
+            say(f"warning: {counted(found.cut, noun)}{what} {were.format(sizes.seq)} cut")
         if found.dropped:
-            say(f"warning: {found.dropped:,} examples{what} were dropped: nothing to learn is left of them")
+            were = (
+                "was dropped: nothing to learn is left of it"
+                if found.dropped == 1
+                else "were dropped: nothing to learn is left of them"
+            )
+            say(f"warning: {counted(found.dropped, noun)}{what} {were}")
         if found.examples.unread:
             names = ", ".join(f'"{name}"' for name in sorted(found.examples.unread))
             say(f"fields that are not read{what}: {names}")

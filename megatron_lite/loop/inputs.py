@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.datasets import DataOptions, build_datasets
 from megatron_lite.data.samples import Dataset
-from megatron_lite.data.tokenizer import Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import BERT_TYPES, Tokenizer, TokenizerOptions, build_tokenizer
 from megatron_lite.loop.finetuning import Packed
 from megatron_lite.loop.model_types import MODEL_TYPES, cache_path
 from megatron_lite.settings.architecture import model_type
@@ -33,7 +34,7 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
     options = TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size)
     extra_ids = MODEL_TYPES[model_type(settings, start.config if start is not None else None)].extra_ids
-    if extra_ids is None or kind != "BertWordPieceLowerCase":
+    if extra_ids is None or kind not in BERT_TYPES:
         return build_tokenizer(options)
     extended = build_tokenizer(replace(options, extra_ids=extra_ids(settings)))
     # A model that others made has room for its own words alone, and BERT's samples have no use for what Megatron adds.
@@ -42,9 +43,14 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
 
 
 def make_datasets(
-    settings: Settings, kind: str, tokenizer: Tokenizer, sizes: Sizes, samples: list[int], packed: Packed | None
+    settings: Settings,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    sizes: Sizes,
+    samples: list[int],
+    packed: Packed | None,
 ) -> list[Dataset | None]:
-    """For training, evaluation, test. kind: of model. samples: how many of each will be drawn. packed: examples, if the run is on these.
+    """For training, evaluation, test. samples: how many of each will be drawn. packed: examples, if the run is on these.
 
     Raises UsageError, CorruptCheckpoint.
     """
@@ -58,9 +64,9 @@ def make_datasets(
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )  # fmt: skip
-    of_kind = MODEL_TYPES[kind]
+    of_kind = MODEL_TYPES[model_type(settings, config)]
     if packed is None:
-        sampling = of_kind.sampling and of_kind.sampling(settings, tokenizer, sizes.seq)
+        sampling = of_kind.sampling and of_kind.sampling(settings, config, tokenizer, sizes.seq)
         found = build_datasets(options, tokenizer, samples, sampling)
     else:
         found = packed.datasets(settings, sizes, samples)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -16,7 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import UsageError
-from megatron_lite.loop.failure import report_alone
+from megatron_lite.loop.failure import KEY, report_alone, report_first
+from megatron_lite.loop.heartbeat import BEAT_S, Heartbeat
 from megatron_lite.loop.slurm import sees_own_gpu
 from megatron_lite.settings.config import Parallel
 
@@ -38,6 +40,7 @@ class Place:
     save_group: dist.ProcessGroup | None
     """Of all ranks, on gloo, for checkpoints alone."""
     watch: StoreWatch | None = None
+    heartbeat: Heartbeat | None = None
 
     def __str__(self) -> str:
         """`4 x cpu, gloo`."""
@@ -60,8 +63,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def start(parallel: Parallel, *, deterministic: bool = False) -> Place:
-    """Join the other processes. Raises UsageError for a backend that can't work here, and for a torch that is too old."""
+def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = False) -> Place:
+    """Join the other processes. steps: whether Heartbeat.step will be called.
+
+    Raises UsageError for a backend that can't work here, and for a torch that is too old.
+    """
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         raise UsageError(
             f"the trainer needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer, found {torch.__version__}"
@@ -71,6 +77,9 @@ def start(parallel: Parallel, *, deterministic: bool = False) -> Place:
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
+        os.environ.setdefault(
+            "TORCH_GLOO_LAZY_INIT", "1"
+        )  # gloo is for checkpoints then: no socket from each rank to each
         if deterministic:
             force_same_bits()
     if world_size() == 1:
@@ -80,9 +89,28 @@ def start(parallel: Parallel, *, deterministic: bool = False) -> Place:
     met, place, world = next(rendezvous("env://", timeout=timeout))
     # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
     store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), met)
-    dist.init_process_group(backend, store=store, rank=place, world_size=world, timeout=timeout)
-    saving = dist.new_group(backend="gloo", timeout=timeout)
-    return Place(place, world, device, store, saving, StoreWatch(_store_address(), _end_without_store))
+    later = timeout + timedelta(seconds=3 * BEAT_S)  # than the heartbeat, which knows who keeps the others waiting
+    dist.init_process_group(backend, store=store, rank=place, world_size=world, timeout=later)
+    saving = dist.new_group(backend="gloo", timeout=later)
+    watch = StoreWatch(_store_address(), _end_without_store)
+    return Place(
+        place, world, device, store, saving, watch, _heartbeat(store, place, world, timeout if steps else None)
+    )
+
+
+def _heartbeat(store: Store, rank: int, world: int, patience: timedelta | None) -> Heartbeat | None:
+    """None with a torch before 2.8, which gives no second connection to the store."""
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)
+    if clone is None:
+        return None
+    own = clone()
+
+    def end(cause: str | None) -> None:
+        if cause is not None:
+            report_first(cause, own)
+        leave(1)
+
+    return Heartbeat(own, rank, world, patience, KEY, end)
 
 
 def _store_address() -> str:
@@ -135,8 +163,9 @@ def end(place: Place) -> None:
     """After a run that went well."""
     if place.world > 1:
         dist.barrier(group=place.save_group)  # nobody leaves while others still talk to them
-        if place.watch is not None:
-            place.watch.stop()
+        for thread in (place.watch, place.heartbeat):
+            if thread is not None:
+                thread.stop()
         dist.destroy_process_group()
 
 

@@ -16,15 +16,21 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import canonical_shapes
+from megatron_lite.models.preference import FIGURES
 from megatron_lite.settings.config import Logging
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "B200": 2250.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0}
 """Dense bf16 operations per second, by a word of the device's name (NVIDIA's data sheets)."""
 
 
-def flops_per_token(config: ModelConfig, seq: int, *, frozen: bool = False) -> float:
-    """Forward and backward. frozen: weights have no gradients (4 N for 6 N); adapters beside them aren't counted."""
-    looked_up = {"positions.weight"} if config.tie_embeddings else {"positions.weight", "embed.weight"}
+def flops_per_token(config: ModelConfig, seq: int, decoder_seq: int = 0, *, frozen: bool = False) -> float:
+    """Forward and backward. frozen: weights have no gradients (4 N for 6 N); adapters beside them aren't counted.
+
+    decoder_seq: of a T5, for each of whose encoder's tokens the decoder's share is counted along.
+    """
+    if config.encoder.layers:
+        return _of_two_stacks(config, seq, decoder_seq)
+    looked_up = {"positions.weight", "token_types.weight"} | (set() if config.tie_embeddings else {"embed.weight"})
     weights, used = 0.0, config.experts.per_token / max(config.experts.count, 1)
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
         if len(shape) == 2 and name not in looked_up:
@@ -33,6 +39,17 @@ def flops_per_token(config: ModelConfig, seq: int, *, frozen: bool = False) -> f
     layers = config.layer_count + config.mtp_layers
     attention = 12.0 * layers * config.attention.heads * config.attention.head_dim * seq
     return (4.0 if frozen else 6.0) * weights + attention
+
+
+def _of_two_stacks(config: ModelConfig, seq: int, decoder_seq: int) -> float:
+    work, width = 0.0, config.attention.heads * config.attention.head_dim
+    for name, shape in canonical_shapes(family(config.family).rows, config).items():
+        looked_up = name == "positions.weight" or (name == "embed.weight" and not config.tie_embeddings)
+        if len(shape) == 2 and not looked_up:
+            of_source = name.startswith("encoder.") or name.endswith((".cross.k.weight", ".cross.v.weight"))
+            work += 6.0 * shape[0] * shape[1] * (seq if of_source else decoder_seq)
+    pairs = config.encoder.layers * seq * seq + config.layer_count * decoder_seq * (decoder_seq + seq)
+    return (work + 12.0 * width * pairs) / seq
 
 
 @dataclass
@@ -86,13 +103,26 @@ def line(figures: Mapping[str, Any], total: int | None) -> str:
     mfu = f" ({figures['mfu']:.1%} MFU)" if figures["mfu"] else ""
     extra = f" | loss scale {figures['loss_scale']:g}" if figures.get("loss_scale", 1.0) != 1.0 else ""
     return (
-        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f} | "
+        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f}{further(figures.get('others', {}))} | "
         f"lr {figures['learning_rate']:.3e} | grad norm {figures['grad_norm']:.3f}{extra} | {figures['step_seconds'] * 1e3:.0f} ms | "
         f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']} | {figures['tflops']:.2f} TFLOP/s{mfu} | "
         f"{figures['memory_bytes'] / 2**30:.2f} GiB | {duration(figures['seconds_left'])} left"
         + (f" | {figures['skipped']} skipped" if figures.get("skipped") else "")
         + (f" | {figures['empty']} without labels" if figures.get("empty") else "")
     )
+
+
+def further(others: Mapping[str, float]) -> str:
+    """What is told of a step beside its loss."""
+    return rewards(others) or "".join(f" | {name.replace('_', ' ')} {value:.5f}" for name, value in others.items())
+
+
+def rewards(figures: Mapping[str, Any]) -> str:
+    """Of pairs of answers; empty for any other run."""
+    if "reward_accuracy" not in figures:
+        return ""
+    chosen, rejected, margin, accuracy = (figures[name] for name in FIGURES)
+    return f" | rewards {chosen:.4f} chosen, {rejected:.4f} rejected, margin {margin:.4f}, accuracy {accuracy:.1%}"
 
 
 def duration(seconds: float) -> str:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import Sampling
 from megatron_lite.data.masked.dataset import MaskedSampling
 from megatron_lite.data.masked.masking import Masking
-from megatron_lite.data.masked.samples import bert_sample
+from megatron_lite.data.masked.samples import bert_sample, t5_sample
 from megatron_lite.data.masked.vocabulary import vocabulary
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.models.batch import Microbatch
@@ -26,15 +28,24 @@ class ModelType:
     """What of a sample is tokens of the vocabulary."""
     microbatch: Callable[[Batch, Settings], Microbatch]
     """Of samples' arrays [micro_batch_size, ...]."""
-    sampling: Callable[[Settings, Tokenizer, int], Sampling] | None = None
-    """(settings, tokenizer, tokens of a sequence) -> how samples are made; None: windows of tokens. Raises UsageError."""
+    sampling: Callable[[Settings, ModelConfig, Tokenizer, int], Sampling] | None = None
+    """(settings, model, tokenizer, tokens of a sequence) -> how samples are made; None: windows of tokens. Raises UsageError."""
     extra_ids: Callable[[Settings], int] | None = None
     """How many sentinels Megatron adds to BERT's vocabulary, beside [BOS] and [EOS]; None: nothing is added."""
     nothing_found: str = "see --split"
     """What to do where there is no sample."""
 
 
+def _of_pairs(batch: Batch) -> Microbatch:
+    """Rows of pairs one behind another; what fills them up stands behind all that counts, where a decoder doesn't see it."""
+    length, reference = batch["tokens"].shape[-1], batch["reference"]
+    tokens, labels, counting = (batch[name].view(-1, length) for name in ("tokens", "labels", "loss_mask"))
+    return Microbatch(tokens, labels, counting, reference=reference.flatten() if reference.numel() else None)
+
+
 def _of_decoder(batch: Batch, settings: Settings) -> Microbatch:
+    if settings.dpo.dpo:
+        return _of_pairs(batch)
     data, mask = settings.data, batch["loss_mask"]
     packed = data.finetune_data is not None  # examples don't see each other
     return Microbatch(
@@ -57,9 +68,9 @@ def _of_bert(batch: Batch, settings: Settings) -> Microbatch:
     )  # fmt: skip
 
 
-def _bert_sampling(settings: Settings, tokenizer: Tokenizer, seq_length: int) -> Sampling:
+def _bert_sampling(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, seq_length: int) -> Sampling:
     masked, words = settings.masked, vocabulary(tokenizer, ("cls", "sep", "mask", "pad"))
-    masking, two_parts = Masking(masked.mask_prob), not masked.bert_no_binary_head
+    masking, two_parts = Masking(masked.mask_prob), config.head.binary
 
     return MaskedSampling(
         lambda sentences, longest, seed: bert_sample(
@@ -67,6 +78,33 @@ def _bert_sampling(settings: Settings, tokenizer: Tokenizer, seq_length: int) ->
         ),
         seq_length - 3, 2 if two_parts else 1, masked.short_seq_prob, settings.training.seed, cache_path(settings),
     )  # fmt: skip
+
+
+def _of_t5(batch: Batch, settings: Settings) -> Microbatch:
+    return Microbatch(
+        batch["text_dec"], batch["labels"], batch["loss_mask"].float(), source=batch["text_enc"],
+        source_visible=batch["enc_mask"].bool(),
+    )  # fmt: skip
+
+
+def _t5_sampling(settings: Settings, _: ModelConfig, tokenizer: Tokenizer, seq_length: int) -> Sampling:
+    masked, words = settings.masked, vocabulary(tokenizer, ("cls", "sep", "mask", "pad", "bos", "eos"))
+    if not words.sentinels:
+        raise UsageError(
+            "the tokenizer has no <extra_id_0>, which stands for a run of hidden words; take --tokenizer-type "
+            "BertWordPieceLowerCase --vocab-file, to which --vocab-extra-ids adds them"
+        )
+    masking = Masking(masked.mask_prob, T5_NGRAM, use_geometric_distribution=True)
+    decoder_seq = settings.training.decoder_seq_length
+
+    return MaskedSampling(
+        lambda sentences, longest, seed: t5_sample(sentences, longest, seq_length, decoder_seq, seed, masking, words),
+        seq_length - 2, 1, masked.short_seq_prob, settings.training.seed, cache_path(settings),
+    )  # fmt: skip
+
+
+T5_NGRAM = 10
+"""Words of a run at most: Megatron's pretrain_t5."""
 
 
 def cache_path(settings: Settings) -> Path | None:
@@ -80,6 +118,13 @@ SENTENCES = (
 MODEL_TYPES: Mapping[str, ModelType] = {
     "gpt": ModelType(("tokens", "labels"), _of_decoder),
     "bert": ModelType(("text", "labels"), _of_bert, _bert_sampling, lambda _: 0, SENTENCES),
+    "t5": ModelType(
+        ("text_enc", "text_dec", "labels"),
+        _of_t5,
+        _t5_sampling,
+        lambda settings: settings.masked.vocab_extra_ids,
+        "documents of sentences are needed, none longer than 512 tokens: preprocess --split-sentences",
+    ),
 }
 """By --model-type."""
 

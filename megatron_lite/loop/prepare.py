@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.state import Progress
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
-from megatron_lite.loop import finetuning, plot
+from megatron_lite.loop import finetuning, plot, preference
 from megatron_lite.loop.failure import all_or_none
 from megatron_lite.loop.inputs import make_datasets, make_tokenizer
 from megatron_lite.loop.launch import Place, Stop
@@ -29,7 +29,8 @@ from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
-from megatron_lite.settings.config import Balance, Optimizer, Settings, subjects
+from megatron_lite.settings.config import Balance, Dpo, Optimizer, Settings, subjects
+from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import (
     FP8,
     Balancing,
@@ -37,22 +38,26 @@ from megatron_lite.settings.options import (
     ModelOptions,
     MuonOptions,
     OptimizerOptions,
+    Preference,
     Recompute,
 )
-from megatron_lite.settings.sizes import Sizes, check_flags, work_out
+from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_out
 
 
 def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     """Collective. Raises CheckpointError; for what has no part in the sizes on all ranks alike."""
     check_flags(settings)
     start = all_or_none(lambda: find_start(settings, finetune=finetune))
+    check_steps(settings.training)
+    check_kind(settings, model_type(settings, start.config if start is not None else None))
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer)
-    kind = model_type(settings, config)
     examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
     adapters = all_or_none(lambda: find_adapters(settings, config))
     options = replace(model_options(settings, dropouts), lora=adapters.options if adapters is not None else None)
+    if settings.dpo.dpo:
+        options = preference.without_dropout(options, place.say)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     settings, packed = finetuning.with_epochs(settings, sizes, examples, place.say)
@@ -62,12 +67,18 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     progress = start.progress if start is not None else Progress()
     progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
-    datasets = all_or_none(lambda: make_datasets(settings, kind, tokenizer, sizes, counts, packed))
+    datasets = all_or_none(lambda: make_datasets(settings, config, tokenizer, sizes, counts, packed))
     sinks = all_or_none(lambda: _sinks(settings, place))
     grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
+    elif options.preference is not None:
+        reference = all_or_none(lambda: preference.reference_of(settings, start))
+        load(engine, reference)
+        datasets = preference.with_reference(engine, settings, datasets, sizes, tokenizer.vocab_size, place.say)
+        if start is not reference:
+            load(engine, start)
     else:
         load(engine, start)
     if adapters is not None:
@@ -75,7 +86,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     peak = settings.logging.peak_tflops or peak_tflops(
         torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     )
-    flops = flops_per_token(config, sizes.seq, frozen=adapters is not None)
+    flops = flops_per_token(config, sizes.seq, sizes.decoder_seq, frozen=adapters is not None)
     meter = Meter(flops, place.world, peak, total_samples(settings, sizes, progress))
     saver = _saver(settings, place, config, tokenizer, start)
     run = Run(
@@ -129,7 +140,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
         context=settings.parallel.cp_comm_type[0], mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
-        fp8=_fp8(settings), balance=_balancing(settings.balance),
+        preference=_preference(settings.dpo), fp8=_fp8(settings), balance=_balancing(settings.balance),
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
 
@@ -145,6 +156,10 @@ def _fp8(settings: Settings) -> FP8 | None:
         asked.fp8_format, asked.fp8_recipe, asked.fp8_margin, asked.fp8_amax_history_len, asked.fp8_amax_compute_algo,
         not asked.no_fp8_wgrad, *ends, settings.checkpointing.transformer_impl == "transformer_engine",
     )  # fmt: skip
+
+
+def _preference(dpo: Dpo) -> Preference | None:
+    return Preference(dpo.dpo_beta, dpo.dpo_loss, dpo.dpo_label_smoothing) if dpo.dpo else None
 
 
 def _balancing(balance: Balance) -> Balancing:
@@ -182,8 +197,18 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
 
 
 def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> None:
-    """Raises LayoutError for a checkpoint that couldn't be written, before there is anything to lose."""
+    """Raises LayoutError or UsageError for a checkpoint that couldn't be written, before there is anything to lose."""
     saving, files = settings.checkpointing, layout.etp * layout.ep
+    if saving.save is not None and layout.split_rank and saving.ckpt_format == "torch":
+        raise LayoutError(
+            "--ckpt-format torch can't be had for a T5 with pipeline stages; leave it out: torch_dist has no stages, and "
+            "megaconv convert --saver core --ckpt-format torch makes rank files of it"
+        )
+    if saving.save is not None and not config.norm.final and saving.transformer_impl != "local":
+        raise UsageError(
+            "the model has no norms at the end of its stacks, as Megatron's local layers without Transformer Engine; "
+            "--transformer-impl local saves it so"
+        )
     local = saving.ckpt_format == "torch" and saving.transformer_impl == "local"
     if saving.save is not None and local and config.latent.kv_rank and layout.tp > 1:
         raise LayoutError(
@@ -293,13 +318,15 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
 DATA_PLAN = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "finetune_form",
     "finetune_turns", "mock_data", "split", "seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+    "dpo", "dpo_beta", "dpo_loss", "dpo_label_smoothing", "mask_prob", "short_seq_prob",
 )  # fmt: skip
 """Settings that decide which samples come next."""
 
 
 def _changes(run: Run, before: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(setting, in the checkpoint, now)."""
-    values = {**vars(run.settings.data), **vars(run.settings.training)}
+    chosen = run.settings.data, run.settings.masked, run.settings.training, run.settings.dpo
+    values = {name: value for subject in chosen for name, value in vars(subject).items()}
     now = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in DATA_PLAN}
     now |= {"global_batch_size": run.sizes.batch.full, "seq_length": run.sizes.seq}
     return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]

@@ -12,7 +12,7 @@ def run(settings: Settings, *, finetune: bool) -> None:
     """Returns after a run that went well; ends the process otherwise."""
     place: Place | None = None
     try:
-        place = launch.start(settings.parallel, deterministic=settings.training.deterministic_mode)
+        place = launch.start(settings.parallel, deterministic=settings.training.deterministic_mode, steps=True)
         train(prepare(settings, place, finetune=finetune))
         launch.end(place)
     except KeyboardInterrupt:

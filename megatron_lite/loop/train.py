@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron_lite.loop import plot
 from megatron_lite.loop.failure import TrainingError
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.launch import Place, Stop
-from megatron_lite.loop.log import METRICS, Meter, Sink, line
+from megatron_lite.loop.log import METRICS, Meter, Sink, further, line
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
 from megatron_lite.loop.profiling import make_profile
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
@@ -59,8 +60,8 @@ class Run:
     """Steps whose gradients weren't finite."""
     empty: int = 0
     """Steps without a label that counts, which changed nothing either."""
-    interval: list[float] = field(default_factory=list)
-    """Losses since the last log line."""
+    interval: list[StepReport] = field(default_factory=list)
+    """Steps since the last log line that changed something."""
     saved: int | None = None
     """The iteration of the last save."""
 
@@ -117,6 +118,8 @@ def train(run: Run) -> None:
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
+        if run.place.heartbeat is not None:
+            run.place.heartbeat.step(run.progress.iteration)
         garbage.after(run.progress.iteration)
         _check_replicas(run)
         _log(run, report, lr)
@@ -171,7 +174,7 @@ def _check_replicas(run: Run) -> None:
 
 
 def _advance(run: Run, report: StepReport, size: int) -> None:
-    progress, tokens = run.progress, size * run.sizes.seq
+    progress, tokens = run.progress, size * run.sizes.seq * (2 if run.settings.dpo.dpo else 1)
     run.progress = replace(
         progress,
         iteration=progress.iteration + 1,
@@ -186,16 +189,17 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
     if not report.empty:
         run.losses.append((run.progress.iteration, report.loss))
     if not report.skipped:
-        run.interval.append(report.loss)
+        run.interval.append(report)
 
 
 def _log(run: Run, report: StepReport, lr: float) -> None:
     if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
         return
+    steps = run.interval or [report]
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
-        "loss": sum(run.interval) / len(run.interval) if run.interval else report.loss,
+        "loss": mean(each.loss for each in steps),
         "grad_norm": report.grad_norm,
         "learning_rate": lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
@@ -205,10 +209,11 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         "device": "GPU" if run.engine.grid.device.type == "cuda" else "process",
         **run.meter.read(run.progress.consumed_samples),
     }
+    others = {name: mean(each.others[name] for each in steps) for name in report.others}
     run.interval.clear()
-    run.say(line(figures, run.settings.training.train_iters))
+    run.say(line(figures | {"others": others}, run.settings.training.train_iters))
     for sink in run.sinks:
-        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **report.others})
+        sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -236,27 +241,31 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
-    """The mean loss over the next --eval-iters batches."""
+    """The means of all losses over the next --eval-iters batches."""
     iters, size = run.settings.training.eval_iters, run.sizes.batch.full
     if dataset is None or not iters:
         return
     first = run.progress.consumed_valid_samples if what == "validation" else 0
-    total = tokens = 0.0
+    totals: dict[str, list[float]] = {}
     for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(iters))):
-        losses, count = run.engine.evaluate(run.feeder.microbatches(batch))
-        total, tokens = total + losses, tokens + count
+        for name, (total, count) in run.engine.evaluate(run.feeder.microbatches(batch)).items():
+            sums = totals.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
     step = run.progress.iteration
     if what == "validation":
         run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
-    if not tokens:
+    means = {name: total / count for name, (total, count) in totals.items() if count}
+    if "loss" not in means:
         run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
         return
-    loss = total / tokens
+    loss = means.pop("loss")
     if what == "validation":
         run.evaluations.append((step, loss))
-    run.say(f"step {step:>6} | {what} loss {loss:.5f} | perplexity {math.exp(min(loss, 700)):.3f}")
+    perplexity = "" if run.settings.dpo.dpo else f" | perplexity {math.exp(min(loss, 700)):.3f}"
+    run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{further(means)}")
     for sink in run.sinks if run.place.rank == 0 else ():
-        sink.write(step, {"iteration": step, f"{what}_loss": loss})
+        others = {f"{what}_{name}": value for name, value in means.items()}
+        sink.write(step, {"iteration": step, f"{what}_loss": loss, **others})
     run.meter.restart()
 
 

@@ -62,9 +62,9 @@ def _with_others(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Where other ranks have the other tokens. Windows by all-to-all alone, dropout not at all: sizes.py refuses these."""
+    """Where other ranks have the other tokens. Without dropout: sizes.py refuses it."""
     if ranks.how != "a2a":
-        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks)
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window)
         return across
     q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
     sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]

@@ -8,6 +8,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of the sequences of a microbatch, as far as a rank has them."""
+
+    rows: int
+    tokens: int
+    source: int = 0
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """Sequences that go through the model together. Every rank of a model (tp and pp) has the same ones."""
 
@@ -21,6 +30,13 @@ class Microbatch:
     """int64 [batch, sequence]; None: 0, 1, 2 ..."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Per sequence the lengths of its documents, which don't see each other; None: one document."""
+    source: Tensor | None = None
+    """int64 [batch, its own length]: what an encoder reads, in a model that has one; tokens are the decoder's then."""
+    source_visible: Tensor | None = None
+    """Bool, like source: which of these others see; None: all."""
+    reference: Tensor | None = None
+    """float64 [batch]: the reference model's log-probability of each row's labels that count. Then rows are pairs of a chosen and a
+    rejected answer, one behind the other, to be compared; None: each label counts for itself."""
     types: Tensor | None = None
     """Of a BERT, int64 [batch, sequence]: which of two parts a token belongs to."""
     visible: Tensor | None = None

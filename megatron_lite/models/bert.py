@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
-from megatron_lite.models.chunk import Stack
+from megatron_lite.models.chunk import Stack, own_layers
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.mlp import ACTIVATIONS
 from megatron_lite.models.network import Counted, Network, mean_of_each_microbatch
@@ -102,7 +102,7 @@ class Bert(Network):
         super().__init__(plan, chunk)
         last, two_parts = chunk.is_last, chunk.is_last and plan.config.head.binary
         self.embedding = Embedding(plan) if chunk.is_first else None
-        self.encoder = Stack(plan, chunk)
+        self.encoder = Stack(plan, own_layers(plan, chunk), ends=last)
         self.lm_head = Transform(plan) if last else None
         shares = plan.config.tie_embeddings and chunk.is_first
         self.output_layer = Head(plan, shares_embedding=shares) if last else None

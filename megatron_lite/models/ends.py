@@ -57,7 +57,8 @@ class Head(nn.Module):
         self.plan = plan
         rows = plan.vocab_rows // plan.ranks.size
         self.weight = None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
-        self.bias = nn.Parameter(torch.empty(rows)) if plan.config.head.bias else None
+        has_bias = plan.config.head.bias or plan.config.has("transform")
+        self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
 
     def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""

@@ -10,13 +10,26 @@ from megatron_lite.models.moe.experts import Mixture
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.models.self_attention import SelfAttention
-from megatron_lite.parallel.tensor import Norm
+from megatron_lite.parallel.tensor import Norm, TensorGroup
 
 MIXERS = {"attention": SelfAttention, "latent attention": LatentAttention}
 """What a layer may have to mix tokens, by the words of megaconv.model.config.LayerKind."""
 
 
-class Layer(nn.Module):
+class Residual(nn.Module):
+    """What adds to the activations, of which training drops some."""
+
+    ranks: TensorGroup
+    dropout: float
+
+    def drop(self, x: Tensor, run: Pass, at: rng.At) -> Tensor:
+        if run.seed is None or not self.dropout:
+            return x
+        dropped: Tensor = run.seed.drop(x, self.dropout, at, self.ranks)
+        return dropped
+
+
+class Layer(Residual):
     """A dense MLP and plain attention have their norms in themselves; experts all take what one norm makes, latent attention likewise."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
@@ -34,12 +47,6 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self._drop(self.self_attention(normed, run), run, self.after_attention)
+        x = x + self.drop(self.self_attention(normed, run), run, self.after_attention)
         made = self.mlp(x) if self.pre_mlp_layernorm is None else self.mlp(self.pre_mlp_layernorm(x), run)
-        return x + self._drop(made, run, self.after_mlp)
-
-    def _drop(self, x: Tensor, run: Pass, at: rng.At) -> Tensor:
-        if run.seed is None or not self.dropout:
-            return x
-        dropped: Tensor = run.seed.drop(x, self.dropout, at, self.ranks)
-        return dropped
+        return x + self.drop(made, run, self.after_mlp)

@@ -50,8 +50,8 @@ def head_loss(
     """(sum of weights * losses, to go backward from; the losses alone, float32 [tokens], without a gradient).
 
     hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp]. labels int64
-    [tokens] and weights float32 [tokens], tokens in the order of [sequence, batch]. vocab: columns that are no padding. rows: tokens
-    at a time.
+    [tokens] and weights float32 [tokens], tokens in the order of [sequence, batch]. vocab: columns that are no padding.
+    rows: tokens at a time.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, labels, weights, vocab, rows, ranks, torch.is_grad_enabled()

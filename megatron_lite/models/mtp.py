@@ -7,14 +7,14 @@ and of each document, nothing is left to predict. Source: megatron/core/transfor
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.models import recompute
 from megatron_lite.models.layer import Layer
-from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.passes import Ahead, Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import Norm, column_linear, joined_columns
@@ -52,14 +52,6 @@ class PredictionLayer(nn.Module):
         return made
 
 
-class Prediction(NamedTuple):
-    """What goes into the head, the labels that it has to find, [batch, sequence], and how much each of them counts."""
-
-    hidden: Tensor
-    labels: Tensor
-    weights: Tensor
-
-
 class Predictions(nn.Module):
     """All of them; on the last stage."""
 
@@ -68,27 +60,13 @@ class Predictions(nn.Module):
         self.recompute = plan.options.recompute
         self.layers = nn.ModuleList(PredictionLayer(plan, depth) for depth in range(plan.config.mtp_layers))
 
-    def forward(
-        self, hidden: Tensor, run: Pass, weights: Tensor, embed: Callable[[Tensor], Tensor]
-    ) -> Iterator[Prediction]:
-        """weights float32 [batch, sequence]: of run.labels. embed: of tokens [batch, sequence]."""
-        tokens, labels, ends = run.tokens, run.labels, _ends(run.tokens, run.packed)
-        for layer in self.layers:
-            tokens, labels, weights = (x.roll(-1, 1).masked_fill(ends, 0) for x in (tokens, labels, weights))
-            embedded = embed(tokens)
+    def forward(self, hidden: Tensor, run: Pass, embed: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Ahead]]:
+        """What goes into the head for each depth, and the labels that it has to find. embed: of tokens [batch, sequence]."""
+        for layer, ahead in zip(self.layers, run.ahead, strict=True):
+            embedded = embed(ahead.tokens)
 
             def through(layer: nn.Module, x: Tensor, embedded: Tensor = embedded) -> Any:
                 return layer(embedded, x, run)
 
             hidden = recompute.run_layers([layer], hidden, through, self.recompute)
-            yield Prediction(hidden, labels, weights)
-
-
-def _ends(tokens: Tensor, packed: Packed | None) -> Tensor:
-    """bool [batch, sequence]: the last token of each document."""
-    ends = torch.zeros_like(tokens, dtype=torch.bool)
-    if packed is None:
-        ends[:, -1] = True
-    else:
-        ends.view(-1)[packed.cu_seqlens[1:].long() - 1] = True
-    return ends
+            yield hidden, ahead

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
+from megatron_lite.models.batch import Lengths
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel.payload import Payload, Wire, Wires
 
 
 class Counted(NamedTuple):
-    """Losses, and how much each of them counts; float32 of one shape, without a gradient."""
+    """Losses of labels or of pairs, and how much each of them counts; of one shape, without a gradient."""
 
     losses: Tensor
     weights: Tensor
@@ -35,19 +36,19 @@ class Network(nn.Module):
         """The modules before which parameters have to be there."""
         raise NotImplementedError
 
-    def takes(self, rows: int, length: int) -> Wires:
-        """What the stage before this one gives, of a microbatch of so many rows, of each of which this rank has so many tokens."""
-        return () if self.is_first else self.between(rows, length)
+    def takes(self, lengths: Lengths) -> Wires:
+        """What the stage before this one gives, of a microbatch of these sizes: of one stack its activations alone."""
+        return () if self.is_first else (self.activations(lengths.rows, lengths.tokens),)
 
-    def gives(self, rows: int, length: int) -> Wires:
+    def gives(self, lengths: Lengths) -> Wires:
         """What this stage gives to the one behind it."""
-        return () if self.is_last else self.between(rows, length)
+        return () if self.is_last else (self.activations(lengths.rows, lengths.tokens),)
 
-    def between(self, rows: int, length: int) -> Wires:
-        """What passes between two stages: of one stack its activations alone."""
+    def activations(self, rows: int, tokens: int) -> Wire:
+        """Of so many tokens of so many rows."""
         ranks = self.plan.ranks
-        here = length // ranks.size if ranks.sequence else length
-        return (Wire((here, rows, self.plan.config.hidden), next(self.parameters()).dtype),)
+        here = tokens // ranks.size if ranks.sequence else tokens
+        return Wire((here, rows, self.plan.config.hidden), next(self.parameters()).dtype)
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """taken: what the stage before gave. On the last stage what `loss` and `logits` take."""

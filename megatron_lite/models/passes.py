@@ -33,6 +33,18 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What a layer that predicts further tokens is to know: all [batch, sequence], this rank's part, moved places to the left."""
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    """float32; 0 where a document has no token so far ahead."""
+    counting: Tensor
+    """float32 []: the sum of the whole microbatch's weights."""
+
+
+@dataclass(frozen=True)
 class Pass:
     """Of one microbatch. Chunks of a rank that the microbatch passes one after another are handed the same one."""
 
@@ -51,17 +63,25 @@ class Pass:
     context: ContextGroup | None = None
     """The ranks that have the other parts of each row; None: this one has all of it."""
     share: float = 0.0
-    """What the loss of each label is multiplied with to go backward from."""
+    """What the loss of each label (or pair) is multiplied with to go backward from."""
+    reference: Tensor | None = None
+    """As Microbatch has it."""
     seed: rng.Seed | None = None
     """Of dropout; None: nothing is dropped."""
     balance: Balance | None = None
     """Of experts; None where nothing goes backward."""
     cache: Cache | None = None
     """Keys and values of the tokens before these; None: there are none."""
+    source: "Pass | None" = None
+    """The encoder's, of what the decoder attends to; None where there is no encoder."""
     types: Tensor | None = None
     visible: Tensor | None = None
     swapped: Tensor | None = None
     """As Microbatch has them."""
+    ahead: tuple[Ahead, ...] = ()
+    """One place, two places …: of models that predict further tokens, where anything goes backward."""
+    counting: Tensor | None = None
+    """float32 []: the sum of the whole microbatch's weights, where ahead has any."""
 
 
 class Passes:
@@ -71,7 +91,7 @@ class Passes:
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, context: ContextGroup | None = None
     ) -> None:
         """context: the ranks that share each sequence. Raises NotExpressible for positions that there is no code for."""
-        self._device, self._context = device, context
+        self._device, self._context, self._depths = device, context, config.mtp_layers
         self._rotary = Rotary(config, device, dtype) if config.positions.kind == "rope" else None
         self._whole: dict[int, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
 
@@ -85,21 +105,43 @@ class Passes:
         cache: Cache | None = None,
     ) -> Pass:
         """batch: with whole sequences. share, seed, balance, cache: see Pass."""
-        positions, tables = self._places(batch)
+        positions, tables = self._places(batch.tokens, batch.positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
+        counting, ahead = self._ahead(batch, packed) if self._depths and torch.is_grad_enabled() else (None, ())
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
-            share, seed, balance, cache, batch.types, batch.visible, batch.swapped,
+            share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
+            ahead, counting,
         )  # fmt: skip
+
+    def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:
+        """Moved before they are cut: what comes next may be another rank's."""
+        tokens, labels, ends = batch.tokens, batch.labels, _ends(batch.tokens, packed)
+        weights = torch.ones_like(labels, dtype=torch.float32) if batch.loss_mask is None else batch.loss_mask.float()
+        counting, found = weights.sum(), []
+        for _ in range(self._depths):
+            tokens, labels, weights = (x.roll(-1, 1).masked_fill(ends, 0) for x in (tokens, labels, weights))
+            found.append(Ahead(self._own(tokens), self._own(labels), self._own(weights), weights.sum()))
+        return counting, tuple(found)
 
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:
         return x if self._context is None else self._context.own_part(x, axis)
 
-    def _places(self, batch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        if batch.positions is not None:
-            return self._at(batch.positions.t())
-        length = batch.tokens.shape[1]
+    def _source(self, batch: Microbatch, seed: rng.Seed | None) -> Pass | None:
+        source, visible = batch.source, batch.source_visible
+        if source is None:
+            return None
+        positions, tables = self._places(source, None)
+        return Pass(
+            source, source, None, positions, tables, seed=None if seed is None else seed.of_source(),
+            visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
+        )  # fmt: skip
+
+    def _places(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if positions is not None:
+            return self._at(positions.t())
+        length = tokens.shape[1]
         if length not in self._whole:
             self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
         return self._whole[length]
@@ -107,3 +149,13 @@ class Passes:
     def _at(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         own = self._own(positions, 0)
         return own, None if self._rotary is None else self._rotary.tables(own)
+
+
+def _ends(tokens: Tensor, packed: Packed | None) -> Tensor:
+    """bool [batch, sequence]: the last token of each document."""
+    ends = torch.zeros_like(tokens, dtype=torch.bool)
+    if packed is None:
+        ends[:, -1] = True
+    else:
+        ends.view(-1)[packed.cu_seqlens[1:].long() - 1] = True
+    return ends

@@ -59,7 +59,7 @@ TRAINED = (
     "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
-NETWORKS_OF_THEIR_OWN = ("bert",)
+NETWORKS_OF_THEIR_OWN = ("bert", "t5")
 """Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
@@ -73,6 +73,7 @@ NOT_COMPUTED = {
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
     "scaled_embedding": "a scaled embedding",
+    "expert_latent": "experts that work on a projection of the hidden states",
     "two_ropes": "another base of rope in layers with a window",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
@@ -89,15 +90,36 @@ def make_plan(
     if config.family not in (*TRAINED, *NETWORKS_OF_THEIR_OWN):
         known = ", ".join(sorted((*TRAINED, *NETWORKS_OF_THEIR_OWN)))
         raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {known}")
+    if config.encoder.layers:
+        _check_two_stacks(config)
+    if options.fp8 is not None and config.family in NETWORKS_OF_THEIR_OWN:
+        raise NotExpressible(f"--fp8-format is for decoders; a {config.family} is computed in bf16")
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
     if config.mtp_layers and config.tie_embeddings:
         raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
+    if config.mtp_layers and options.preference is not None:
+        raise NotExpressible("the model predicts further tokens, which can't be trained on pairs of answers yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
     if config.experts.count:
         _check_experts(config, layout, ranks, options)
     return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)
+
+
+def _check_two_stacks(config: ModelConfig) -> None:
+    if config.attention.scale is not None:
+        raise NotExpressible(
+            "the model is a T5 of transformers, whose attention scores aren't divided by the root of the head size; what can be trained "
+            "is Megatron's T5, which is another function"
+        )
+    if config.positions.kind == "relative":
+        raise NotExpressible("the model has relative positions, which can't be trained yet")
+    if config.encoder.layers != config.layer_count:
+        raise NotExpressible(
+            f"the model has {config.encoder.layers} layers in its encoder and {config.layer_count} in its decoder; what can be trained has "
+            "as many in both, as Megatron core's"
+        )
 
 
 def _check_experts(config: ModelConfig, layout: Layout, ranks: TensorGroup, options: ModelOptions) -> None:

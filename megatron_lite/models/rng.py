@@ -13,11 +13,12 @@ from torch import Tensor
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.tensor import TensorGroup
 
-ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING = range(4)
+ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING, AFTER_CROSS_ATTENTION = range(5)
 """Places in a layer."""
 LORA = 1 << 16
 """From here on those of adapters."""
 
+_SOURCE = 1
 _MASK = (1 << 64) - 1
 
 
@@ -47,6 +48,10 @@ class Seed:
     def __init__(self, *numbers: int, context: ContextGroup | None = None) -> None:
         """context: the ranks that share each sequence."""
         self.value, self._context = mix(*numbers), context
+
+    def of_source(self) -> "Seed":
+        """Another one, for an encoder, whose layers are counted from 0 as the decoder's are."""
+        return Seed(self.value, _SOURCE, context=self._context)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def drop(self, x: Tensor, probability: float, at: At, ranks: TensorGroup) -> Tensor:

@@ -4,14 +4,15 @@ import argparse
 from collections.abc import Sequence
 
 from megaconv.families import families
-from megatron_lite.models.plan import TRAINED
+from megatron_lite.models.plan import NETWORKS_OF_THEIR_OWN, TRAINED
 
 
 def table() -> str:
-    """Markdown, a line for each family of decoders and for those that can only be converted."""
+    """Markdown, a line for each family; those that are not trained can be converted."""
+    trained = {*TRAINED, *NETWORKS_OF_THEIR_OWN}
     lines = ["| family | architectures | trained |", "|---|---|---|"]
     for name, family in sorted(families().items()):
-        lines.append(f"| {name} | {', '.join(family.architectures)} | {'yes' if name in TRAINED else 'no'} |")
+        lines.append(f"| {name} | {', '.join(family.architectures)} | {'yes' if name in trained else 'no'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
     _sum_together([item.gradient for item in items if item.info.partial], grid.group("tp"))
     for item in items:
         if item.info.tied:
-            comm.all_reduce(item.gradient, grid.group("ends"))
+            comm.all_reduce(item.gradient, grid.group(item.info.tied))
 
 
 def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:

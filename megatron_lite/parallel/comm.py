@@ -55,6 +55,17 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> None:
         dist.broadcast(tensor, source, group=group)
 
 
+PIECE = 1 << 24
+"""Elements that are passed on at one time: a backend may keep a copy of as many."""
+
+
+def pass_on(tensor: Tensor, source: int, group: Group) -> None:
+    """tensor, contiguous, becomes that of this rank of the group, piece by piece."""
+    if group is not None:
+        for piece in torch.split(tensor.view(-1), PIECE):
+            dist.broadcast(piece, dist.get_global_rank(group, source), group=group)
+
+
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Runs of so many rows to each rank, one after the other, and theirs in the order of ranks."""
     found = rows.new_empty(sum(received), *rows.shape[1:])

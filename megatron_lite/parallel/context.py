@@ -29,6 +29,10 @@ class ContextGroup:
         """The two of a rank, in the order in which it has them."""
         return rank, 2 * self.size - 1 - rank
 
+    def position(self, rank: int, place: int, half: int) -> int:
+        """Of the token that a rank has at this place. half: tokens of one block."""
+        return self.blocks(rank)[place // half] * half + place % half
+
     def own_part(self, whole: Tensor, axis: int) -> Tensor:
         """This rank's two blocks of something that everybody has all of."""
         parts = whole.chunk(2 * self.size, axis)

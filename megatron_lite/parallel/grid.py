@@ -15,6 +15,7 @@ from megaconv.errors import LayoutError
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.mesh import REPLICAS, Mesh, dense_mesh, expert_mesh
+from megatron_lite.settings.wording import counted
 
 
 class Channel(NamedTuple):
@@ -59,7 +60,8 @@ class Grid:
     device: torch.device
     groups: Mapping[str, ProcessGroup | None] = field(default_factory=dict)
     """Of this rank, by the axis along which it reaches: `tp`, `cp`; `replicas`: cp and dp as one; for experts `etp`, `ep`, `edp`;
-    `ends`: first and last stage; `world`. Missing where it would be of one rank.
+    `ends`: first and last stage, and that with which a decoder begins; `stacks`: the first stages of an encoder and its decoder;
+    `world`. Missing where it would be of one rank.
     """
     channels: Mapping[Channel, ProcessGroup | None] = field(default_factory=dict)
     """The group of each kind of message between stages. On gloo one for all of them."""
@@ -107,6 +109,10 @@ class Grid:
         place = expert_mesh(self.layout, self.dp, self.cp).place(self.rank)
         return place["ep"], place["etp"]
 
+    def is_turn(self, axis: str, number: int) -> bool:
+        """Whether of all ranks along an axis this one is to do the thing of this number, which one of them has to do."""
+        return number % comm.size(self.group(axis)) == self.rank_along(axis)
+
     def chunks(self) -> list[Chunk]:
         """This rank's virtual stages."""
         return [chunk for chunk in self.layout.chunks() if chunk.pp_rank == self.pp_rank]
@@ -135,7 +141,9 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
     if dense.size != world:
         names, sizes = ("tp x cp x dp x pp", (tp, cp, dp, pp)) if cp > 1 else ("tp x dp x pp", (tp, dp, pp))
         product = " x ".join(map(str, sizes))
-        raise LayoutError(f"{names} = {product} = {dense.size}, but there are {world} processes")
+        raise LayoutError(
+            f"{names} = {product} = {dense.size}, but there {'is' if world == 1 else 'are'} {counted(world, 'process')}"
+        )
     wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
         wanted |= {axis: expert_mesh(layout, dp, cp).groups(axis) for axis in ("etp", "ep", "edp")}
@@ -143,10 +151,13 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
         return Grid(layout, dp, 0, device)
     rank, columns = dist.get_rank(), dense.groups("pp")
     if pp > 1:
-        wanted["ends"] = [[column[0], column[-1]] for column in columns]
-    made = _Groups(rank)
+        split = layout.split_rank  # where a decoder begins it has an embedding again
+        wanted["ends"] = [sorted({column[0], column[split], column[-1]}) for column in columns]
+        if split:
+            wanted["stacks"] = [[column[0], column[split]] for column in columns]
+    made = _Groups(rank, device)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
-    groups["cp"] = _Groups(rank).own(dense.groups("cp"))  # its own, so that keys don't queue behind gradients
+    groups["cp"] = _Groups(rank, device).own(dense.groups("cp"))  # its own, so that keys don't queue behind gradients
     grid = Grid(
         layout,
         dp,
@@ -166,8 +177,8 @@ def _make_channels(
     """Messages on gloo have tags. NCCL keeps the order of sends between two ranks instead, whatever they are for."""
     used = list(dict.fromkeys(meeting.channel for meeting in meetings(layout.pp, layout.vpp)))
     if device.type == "cuda":
-        return {channel: _Groups(rank).own(columns) for channel in used}
-    return dict.fromkeys(used, _Groups(rank).own(columns)) if used else {}
+        return {channel: _Groups(rank, device).own(columns) for channel in used}
+    return dict.fromkeys(used, _Groups(rank, device).own(columns)) if used else {}
 
 
 def _warm_up(grid: Grid) -> None:
@@ -185,20 +196,22 @@ def _warm_up(grid: Grid) -> None:
 class _Groups:
     """Makes groups, each once: axes along which the same ranks lie share one."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
+        # On GPUs not what the world has beside it: a mesh of sockets on gloo for every group.
+        self._backend = "nccl" if device.type == "cuda" else None
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
 
     def own(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """Of these groups the one that this rank is in; all ranks make all of them, one after the other.
+        """Of these groups the one that this rank is in. All ranks name all of them, in one order; only members have anything to do.
 
-        Members alone could make theirs, but torch would call a group as it called one of the same ranks that was closed before,
+        Members alone could name theirs, but torch would call a group as it called one of the same ranks that was closed before,
         and find that one's addresses in the store.
         """
         own = None
         for ranks in groups:
             if len(ranks) > 1:
                 if tuple(ranks) not in self._made:
-                    self._made[tuple(ranks)] = dist.new_group(ranks)
+                    self._made[tuple(ranks)] = dist.new_group(ranks, backend=self._backend)
                 own = self._made[tuple(ranks)] if self._rank in ranks else own
         return own

@@ -223,18 +223,19 @@ class NormColumnLinear(nn.Module):
 class ColumnLinear(nn.Module):
     """A column-sharded matrix alone."""
 
-    kinds: ClassVar = {"weight": Kind.SHARDED}
+    kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.SHARDED}
 
-    def __init__(self, width: int, out: int, ranks: TensorGroup) -> None:
+    def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool = False) -> None:
         """out: this rank's rows."""
         super().__init__()
         self.adapter: nn.Module | None = None
         self.product: Product = PLAIN
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(column_linear(x, self.weight, None, self.ranks, self.product), self.adapter, x)
+        return adapted(column_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
 
 
 class RowLinear(nn.Module):

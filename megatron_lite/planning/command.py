@@ -12,10 +12,11 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.terminal import show
+from megatron_lite.checkpoint.restore import refuse_whole
 from megatron_lite.loop.prepare import model_options, optimizer_options
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.architecture import OF_THEIR_OWN, check_against, model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import work_out
@@ -77,10 +78,12 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not (precision.bf16 or precision.fp16 or precision.fp32):
         settings = replace(settings, precision=replace(precision, bf16=True))
-    if settings.parallel.context_parallel_size > 1 or settings.lora.wanted:
-        raise NotExpressible("neither context parallelism nor adapters can be planned yet; leave their flags out")
+    if settings.parallel.context_parallel_size > 1 or settings.lora.wanted or settings.dpo.dpo:
+        raise NotExpressible("context parallelism, adapters and --dpo can't be planned yet; leave their flags out")
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
+    if config.family in OF_THEIR_OWN:
+        raise NotExpressible(f"a run of a {config.family} can't be planned yet")
     parallel = settings.parallel
     ranks = world or parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return Described(config, work_out(settings, config, options, ranks), options, optimizer_options(settings))
@@ -93,6 +96,7 @@ def _model(settings: Settings) -> ModelConfig:
             raise UsageError("--vocab-size is missing: no tokenizer is read to plan (or --load a model)")
         return model_from_flags(settings, settings.model.vocab_size)
     config = read_model(load)
+    refuse_whole(config, load)
     check_against(settings, config, {}, load)
     return config
 
@@ -102,7 +106,7 @@ def read_model(load: str) -> ModelConfig:
     path = Path(load)
     file = path / CONFIG_NAME if path.is_dir() else path
     if file.is_file() and file.suffix == ".json":
-        return read_config(file)[1]
+        return read_config(file, whole=True)[1]
     from megaconv.commands.inspection import inspect
     from megaconv.options import LoadOptions
 

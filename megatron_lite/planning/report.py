@@ -16,6 +16,7 @@ from megatron_lite.planning.bubble import bubble
 from megatron_lite.planning.memory import Memory, stage_memory
 from megatron_lite.planning.stages import Described
 from megatron_lite.planning.traffic import Traffic, stage_traffic
+from megatron_lite.settings.wording import counted
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class Planned:
         """For people."""
         run = self.run
         model = f"{run.config.family}, {self.parameters:,} parameters, {run.options.dtype}"
-        yield f"{model}; {run.world} ranks: {run.sizes.layout}, DP {run.sizes.dp}"
+        yield f"{model}; {counted(run.world, 'rank')}: {run.sizes.layout}, DP {run.sizes.dp}"
         yield (
-            f"a step: {run.sizes.batch.full} sequences of {run.sizes.seq} tokens, {run.microbatches} microbatches of "
+            f"a step: {counted(run.sizes.batch.full, 'sequence')} of {run.sizes.seq} tokens, {counted(run.microbatches, 'microbatch')} of "
             f"{run.sizes.micro_batch} on each rank; {self.bubble:.1%} of it is the pipeline's bubble"
         )
         yield f"{'stage':>5}  {'parameters a rank':>18}  {'with gradients':>14}  {'activations':>11}  {'together':>10}"

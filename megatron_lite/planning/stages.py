@@ -14,7 +14,7 @@ from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, RankTensors
 from megaconv.model.table import with_beside
 from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.parameters import ParameterInfo, at_both_ends, is_partial
+from megatron_lite.parallel.parameters import ParameterInfo, is_partial, tied_along, trained_tensors
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
 
@@ -74,7 +74,7 @@ class Described:
 
     def parameters(self, index: int, chunk: Chunk) -> Sequence[ParameterInfo]:
         """Of the first tensor and expert ranks of a chunk; others hold as much. In the order of a forward pass, unit by unit."""
-        natives = (native for native in self._tensors.of(0, chunk) if native.copy is None or native.copy.written)
+        natives = (native for native, *_ in trained_tensors(self._tensors.of(0, chunk)).values())
         return [self._info(index, native) for native in sorted(natives, key=lambda native: _place(native.name))]
 
     def _info(self, index: int, native: NativeTensor) -> ParameterInfo:
@@ -85,7 +85,7 @@ class Described:
             native,
             kind,
             partial=is_partial(kind, layout.tp, sequence=self.sequence),
-            tied=layout.pp > 1 and kind is Kind.VOCABULARY and at_both_ends(native, self.config),
+            tied=tied_along(native, kind, self.config, layout),
             is_copy=native.copy is not None,
         )
 

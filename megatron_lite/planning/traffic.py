@@ -182,4 +182,4 @@ def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Co
         if info.partial:
             yield "tp", "all_reduce", own * FLOAT32
         if info.tied:
-            yield "ends", "all_reduce", own * FLOAT32
+            yield info.tied, "all_reduce", own * FLOAT32

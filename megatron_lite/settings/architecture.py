@@ -18,7 +18,7 @@ FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", 
 """Settings of a model that its checkpoint doesn't fix, or not here."""
 
 
-OF_THEIR_OWN = ("bert",)
+OF_THEIR_OWN = ("bert", "t5")
 """Families that are a --model-type; all others are decoders, `gpt`."""
 
 
@@ -37,6 +37,7 @@ def model_type(settings: Settings, config: ModelConfig | None) -> str:
 
 def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     """vocab: the tokenizer's. Raises UsageError for sizes that are missing, UnknownFamily for a model without a table."""
+    settings = with_layers(settings)
     model = settings.model
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(model, name) is None:
@@ -73,13 +74,38 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     kind = model_type(settings, None)
     if kind == "bert":
         found |= _of_bert(settings)
+    if kind == "t5":
+        found |= _of_t5(settings)
     return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found, family=None if kind == "gpt" else kind)
+
+
+def with_layers(settings: Settings) -> Settings:
+    """With num_layers where a T5's flags say it by other names. Raises UsageError where these differ."""
+    model = settings.model
+    named = {
+        name: count
+        for name in ("num_layers", "encoder_num_layers", "decoder_num_layers")
+        if (count := getattr(model, name)) is not None
+    }
+    if len(set(named.values())) > 1:
+        said = " and ".join(f"--{name.replace('_', '-')} {count}" for name, count in named.items())
+        raise UsageError(f"{said}: Megatron core gives a T5's decoder as many layers as its encoder; give one number")
+    return replace(settings, model=replace(model, num_layers=next(iter(named.values()), None)))
 
 
 def _of_bert(settings: Settings) -> dict[str, Any]:
     """Megatron has token types, pooler and binary head together, or none of them."""
-    binary = not settings.masked.bert_no_binary_head
-    return {"head.activation": "gelu", "head.bias": True, "head.binary": binary, "token_types": 2 * binary}
+    binary = not settings.model.bert_no_binary_head
+    return {"head.activation": "gelu", "head.binary": binary, "token_types": 2 * binary}
+
+
+def _of_t5(settings: Settings) -> dict[str, Any]:
+    """Core's: as many layers in both stacks; local layers, without Transformer Engine, have no norms at their ends."""
+    model = settings.model
+    return {
+        "encoder.layers": model.num_layers, "head.bias": not model.untie_embeddings_and_output_weights,
+        "norm.final": settings.checkpointing.transformer_impl != "local",
+    }  # fmt: skip
 
 
 _RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")
@@ -117,7 +143,10 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     if settings.model.multi_latent_attention:
         values["rope_type"] = "rope"  # yarn comes with checkpoints alone
         values["q_lora_rank"] = settings.model.q_lora_rank or 0
-    values["max_position_embeddings"] = settings.model.max_position_embeddings or settings.training.seq_length
+    training = settings.training
+    values["max_position_embeddings"] = (
+        settings.model.max_position_embeddings or training.seq_length or training.encoder_seq_length
+    )
     return Namespace(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -133,6 +162,8 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         "num_query_groups": config.attention.kv_heads,
         "rope_scaling_factor": (config.positions.scaling or {}).get("factor", stated["rope_scaling_factor"]),
     }
+    if "bert_binary_head" in stated:
+        stated["bert_no_binary_head"] = not stated["bert_binary_head"]
     for name in sorted(settings.given):
         subject, _ = flags()[name]
         if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:

@@ -31,6 +31,7 @@ WITHOUT_EFFECT = {
 REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1", "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone",
+    "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
     "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
     "no_position_embedding": "a model without any positions (rope needs no such flag)",
@@ -43,6 +44,14 @@ NOT_YET = {
 }  # fmt: skip
 """Flags of which there is one value only, so far."""
 
+OTHERWISE_CALLED = {
+    "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
+    "--max-length": "--seq-length", "--batch-size": "--global-batch-size", "--output-dir": "--save", "--model": "--load",
+    "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
+    "--beta": "--dpo-beta",
+}  # fmt: skip
+"""Flags of other trainers -> Megatron-LM's for the same, which don't look alike."""
+
 EXAMPLES = {
     "pretrain": """examples:
   python -m megatron_lite pretrain --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \\
@@ -52,6 +61,7 @@ EXAMPLES = {
     "finetune": """examples:
   torchrun --nproc-per-node 4 -m megatron_lite finetune --load Llama-2-7b --data-path answers_text_document --bf16 \\
       --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 32 --train-iters 200 --lr 1e-5 --save tuned
+  megatron_lite finetune --load tuned --finetune-data pairs.jsonl --dpo --lora-rank 16 --epochs 1 --save preferred
   megaconv convert --load-dir tuned --saver hf --save-dir Llama-2-7b-tuned""",
 }
 
@@ -189,7 +199,7 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
-    close = difflib.get_close_matches(word, known, n=1)
+    close = [OTHERWISE_CALLED[word]] if word in OTHERWISE_CALLED else difflib.get_close_matches(word, known, n=1)
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
 
 

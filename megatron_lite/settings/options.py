@@ -78,6 +78,18 @@ class FP8:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Direct preference optimization: what is learned of a pair of answers, the chosen one's row before the rejected one's."""
+
+    beta: float = 0.1
+    """Of rewards, which are beta times how much likelier an answer has become than under the reference."""
+    loss: str = "sigmoid"
+    """`sigmoid`, `hinge` or `ipo`: models/preference.py."""
+    label_smoothing: float = 0.0
+    """How probable it is that a pair is the wrong way round."""
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How the forward and backward passes run."""
 
@@ -103,6 +115,8 @@ class ModelOptions:
     balance: Balancing = Balancing()
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
+    preference: Preference | None = None
+    """What is learned of microbatches that have a reference; None: each label for itself."""
     mtp_loss_scale: float = 0.1
     """What all losses of further tokens together count for, beside the loss of the next."""
     vocab_divisor: int = 128

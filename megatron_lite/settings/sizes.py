@@ -1,5 +1,6 @@
 """Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
 
+import os
 from dataclasses import dataclass
 
 from megaconv.errors import LayoutError, UsageError
@@ -8,6 +9,8 @@ from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
 from megatron_lite.settings.options import CONTEXT, ModelOptions
+from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
+from megatron_lite.settings.wording import counted
 
 WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
@@ -44,14 +47,18 @@ class Sizes:
     micro_batch: int
     seq: int
     cp: int = 1
+    decoder_seq: int = 0
+    """Of a T5, whose encoder has `seq`; 0 where there is one stack."""
 
 
 def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, world: int) -> Sizes:
     """Raises LayoutError or UsageError for anything that can't be."""
     training = settings.training
     check_flags(settings)
+    check_steps(training)
     layout = _layout(settings.parallel, config, world, options)
-    seq, micro = training.seq_length or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
     cp = settings.parallel.context_parallel_size
     dp = check_sizes(config, layout, world, options, seq, layout.pp, cp)
     batch = batch_size(training, dp)
@@ -62,7 +69,17 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
                 f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
             )
         check_sizes(config, layout, world, options, seq, size // (micro * dp), cp)
-    return Sizes(layout, dp, batch, micro, seq, cp)
+    if decoder_seq:
+        check_length(config, layout, options, decoder_seq)
+    return Sizes(layout, dp, batch, micro, seq, cp, decoder_seq)
+
+
+def _sequence(training: Training) -> int | None:
+    """Raises UsageError for two lengths of one sequence."""
+    named = training.seq_length, training.encoder_seq_length
+    if None not in named and named[0] != named[1]:
+        raise UsageError(f"--seq-length {named[0]} and --encoder-seq-length {named[1]} are the same length; give one")
+    return named[0] or named[1]
 
 
 def batch_size(training: Training, dp: int) -> BatchSize:
@@ -101,7 +118,7 @@ def check_sizes(
     if world % model:
         names, sizes = ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
         raise LayoutError(
-            f"{world} processes can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
+            f"{counted(world, 'process')} can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
         )
     if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
         stages = "+".join(map(str, layout.stage_layers))
@@ -118,14 +135,7 @@ def check_sizes(
         )
     if cp > 1:
         _check_context(config, layout, options, sequence, cp)
-    if options.sequence_parallel and sequence // cp % tp:
-        raise LayoutError(
-            f"sequence parallelism shards {sequence // cp} tokens over tp = {tp}; take a sequence that is a multiple of {tp * cp}"
-        )
-    if config.positions.kind == "learned" and sequence > config.max_positions:
-        raise LayoutError(
-            f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
-        )
+    check_length(config, layout, options, sequence, cp)
     if vpp > 1 and microbatches % pp:
         below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
         use = f"{below} or {above}" if below else str(above)
@@ -135,10 +145,21 @@ def check_sizes(
     return world // model
 
 
+def check_length(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int = 1) -> None:
+    """Raises LayoutError for a sequence that can't be shared, or that the model has no positions for."""
+    tp = layout.tp
+    if options.sequence_parallel and sequence // cp % tp:
+        raise LayoutError(
+            f"sequence parallelism shards {sequence // cp} tokens over tp = {tp}; take a sequence that is a multiple of {tp * cp}"
+        )
+    if config.positions.kind == "learned" and sequence > config.max_positions:
+        raise LayoutError(
+            f"a sequence of {sequence} tokens is longer than the model's {config.max_positions} positions"
+        )
+
+
 def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
     """Raises LayoutError for what context parallelism can't do."""
-    if config.mtp_layers:
-        raise LayoutError("layers that predict further tokens can't be had with context parallelism yet")
     attention, how = config.attention, options.context
     if sequence % (2 * cp):
         raise LayoutError(
@@ -150,9 +171,6 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
                 f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
                 f"{layout.tp * cp}; take p2p or all_gather"
             )
-    windows = [layer.window for layer in config.layers if layer.window is not None and layer.window < sequence]
-    if windows and how != "a2a":
-        raise LayoutError(f"a window of {windows[0]} tokens with context parallelism needs --cp-comm-type a2a")
     if options.attention_dropout:
         raise LayoutError(
             f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
@@ -160,10 +178,6 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
-    if config.experts.count and options.balance.losses:
-        raise LayoutError(
-            "losses that balance experts can't be had with context parallelism yet; take --moe-router-load-balancing-type none"
-        )
 
 
 def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:
@@ -178,6 +192,9 @@ def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelO
         raise LayoutError(f"{shown}: parallel sizes have to be 1 or more")
     if etp is not None and etp > 1 and not config.experts.count:
         raise LayoutError(f"expert tensor parallel size (etp) is {etp}, but the model has no experts")
+    if config.encoder.layers:
+        return layout_of_two_stacks(parallel, config)
+    check_one_stack(parallel)
     split = LayerSplit(
         None, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers,
         parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split,
@@ -212,6 +229,12 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
             )
         return config.layer_count // (pp * each)
     return listed // pp if listed is not None and pp > 1 and listed % pp == 0 else 1
+
+
+def check_steps(training: Training) -> None:
+    """Apart from the other flags: where the model is missing too, that is what is wrong. Raises UsageError."""
+    if not (training.train_iters or training.train_samples or training.epochs):
+        raise UsageError("--train-iters (or --train-samples, or --epochs of --finetune-data) is missing")
 
 
 def check_flags(settings: Settings) -> None:
@@ -251,7 +274,6 @@ def check_flags(settings: Settings) -> None:
         (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
-        (not any(lengths), "--train-iters (or --train-samples, or --epochs of --finetune-data) is missing"),
         (sum(map(bool, lengths)) > 1, "give --train-iters, --train-samples or --epochs, not several of them"),
         (training.epochs and not settings.data.finetune_data, "--epochs counts examples: it goes with --finetune-data"),
         (saving.save_interval and not saving.save, "--save-interval needs --save"),
@@ -274,7 +296,26 @@ def check_flags(settings: Settings) -> None:
         (logging.profile and logging.use_pytorch_profiler and not (logging.tensorboard_dir or saving.save),
          "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
+        *_of_pairs(settings),
     ]  # fmt: skip
     for wrong, message in refused:
         if wrong:
             raise UsageError(message)
+
+
+def _of_pairs(settings: Settings) -> list[tuple[bool, str]]:
+    """(what is wrong, how it is said) of learning from pairs."""
+    dpo, saving = settings.dpo, settings.checkpointing
+    given = [f"--{name.replace('_', '-')}" for name in vars(dpo) if name in settings.given]
+    if not dpo.dpo:
+        return [(bool(given), f"{' '.join(given[:1])} goes with --dpo")]
+    same = saving.load and saving.save and os.path.realpath(saving.load) == os.path.realpath(saving.save)
+    return [
+        (not settings.data.finetune_data, "--dpo learns from --finetune-data, which is missing"),
+        (saving.load is None, "--dpo needs --load, which is the reference model, also with --resume"),
+        (bool(same), "--dpo: --load is the reference model and has to stay as it is; give another --save"),
+        (dpo.dpo_beta <= 0, f"--dpo-beta {dpo.dpo_beta:g} has to be more than 0"),
+        (not 0 <= dpo.dpo_label_smoothing < 0.5, f"--dpo-label-smoothing {dpo.dpo_label_smoothing:g} has to lie between 0 and 0.5"),
+        (bool(dpo.dpo_label_smoothing) and dpo.dpo_loss != "sigmoid", "--dpo-label-smoothing goes with --dpo-loss sigmoid"),
+        (settings.data.finetune_form is not None, "--finetune-form names a form of examples; pairs have their own, so leave it out"),
+    ]  # fmt: skip

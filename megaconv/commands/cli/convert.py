@@ -183,7 +183,7 @@ def _print_summary(save_dir: str, report: Any) -> None:
     show(f"{save_dir}: {report.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)")
     _print_from_base(report)
     if (off := report.rounding) is not None:
-        show(f"fp8-block   {off.count:,} weights are off by at most {off.largest:.3g}, {off.rms:.3g} rms")
+        show(f"quantized   {off.count:,} weights are off by at most {off.largest:.3g}, {off.rms:.3g} rms")
     verified = " (verified)" if report.verified else ""
     show(f"fingerprint {report.fingerprint.weights}{verified}")
     if report.fingerprint.optimizer is not None:

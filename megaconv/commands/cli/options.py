@@ -209,7 +209,8 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         "--quantize",
-        help="fp8-block: store weights of attention, MLP and experts of an hf output in FP8, with a scale for each 128 by 128. Lossy.",
+        help="How an hf output stores weights of attention, MLP and experts: fp8-block (FP8, a scale for each 128 by 128) or nvfp4 "
+        "(4 bits, a scale for each 16, as ModelOpt has them). Lossy.",
     ),
 ]
 MaxShardSize = Annotated[

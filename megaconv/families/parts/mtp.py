@@ -25,6 +25,7 @@ from megaconv.model.table import Copied, Row, Spelling
 
 _HF = "model.layers.{l}."
 _CORE = "mtp.layers.{l}."
+_STACKED = "hf_mtp_stacked"
 
 _JOINT = (
     Row("mtp.{l}.{embed|hidden}_norm.weight", ("hidden", "hidden"), stage="mtp",
@@ -85,7 +86,12 @@ class OwnLayer:
             word for word in (row.when or "").split() if word != "attention"
         )  # whatever the last layer has
         spelled: Spelling = tuple(replace(one, name=one.name.replace(_HF, self.layer, 1)) for one in row.spelling(HF))
-        return replace(row, when=anywhere or None).renamed(hf=self.names.get(row.canonical, spelled))
+        stacked = {
+            key: tuple(replace(one, name=one.name.replace(_HF, self.layer, 1)) for one in row.names[key])
+            for key in (_STACKED,)
+            if key in row.names
+        }
+        return replace(row, when=anywhere or None).renamed(hf=self.names.get(row.canonical, spelled), **stacked)
 
     def complete(self, config: ModelConfig, names: Collection[str]) -> ModelConfig:
         """There is one where Hugging Face's names have it, whatever config.json says."""
@@ -134,6 +140,8 @@ def _as_mtp(row: Row) -> Row:
             for one in spelled
         )
         for key, spelled in row.names.items()
-        if key != "hf_stacked"
+        if key not in ("hf_stacked", "hf_stacked_transposed")
     }
+    if "hf_stacked" in row.names:
+        names[_STACKED] = row.names["hf_stacked"]
     return replace(row, canonical=row.canonical.replace("layers.{l}.", "mtp.{l}.", 1), stage="mtp", names=names)

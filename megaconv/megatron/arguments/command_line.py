@@ -18,7 +18,7 @@ _VALUES = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim
     experimental_attention_variant linear_attention_freq linear_num_key_heads linear_key_head_dim linear_num_value_heads
     linear_value_head_dim linear_conv_kernel_dim dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-    mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim hybrid_override_pattern hybrid_layer_pattern
+    mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim hybrid_override_pattern hybrid_layer_pattern moe_latent_size
     encoder_num_layers decoder_num_layers decoder_seq_length relative_attention_num_buckets relative_attention_max_distance
     tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage expert_model_parallel_size
     expert_tensor_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers

@@ -272,9 +272,9 @@ _BY_REASON: Mapping[str, str] = {
         wandb_entity wandb_exp_name wandb_project wandb_save_dir yaml_cfg
     """,
     "flags of megatron_lite, which mean the same as Megatron's": """
-        compile disable_bias_linear epochs finetune_data finetune_form finetune_turns fp32 keep_last lora_alpha lora_dropout
-        lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion no_check_for_nan_in_loss_and_grad peak_tflops
-        plot resume show_sample valid_finetune_data
+        compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss epochs finetune_data finetune_form finetune_turns
+        fp32 keep_last lora_alpha lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion
+        no_check_for_nan_in_loss_and_grad peak_tflops plot resume show_sample valid_finetune_data
     """,
 }
 

@@ -22,7 +22,7 @@ from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.megatron.arguments.rope import LLAMA3_SCALING
 from megaconv.model.check import listing
 
-_RENAMED = {
+RENAMED = {
     "seq_length": "max_position_embeddings",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     "rope_scaling": "use_rope_scaling",
@@ -77,7 +77,7 @@ def provider_arguments(fields: Mapping[str, Any], where: str, *, complete: bool)
     if complete:
         _require_deciding(fields, where)
     given = {name: value for name, value in fields.items() if name not in (*_TURNED, *_SPECS, *_WITHOUT_EFFECT)}
-    for name, argument in _RENAMED.items():
+    for name, argument in RENAMED.items():
         if name in given:
             given[argument] = given.pop(name)
     if "num_attention_heads" in given:

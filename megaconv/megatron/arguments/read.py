@@ -62,6 +62,7 @@ IN_TENSORS = (
     *(
         "experts.router_bias",
         "experts.shared_gate",
+        "experts.latent",
         "norm.kind",
         "norm.final",
         "encoder.layers",

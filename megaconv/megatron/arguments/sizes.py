@@ -285,10 +285,12 @@ def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
     if not routers:
         return {}
     first = min(routers)
+    latent = layers[first].get("mlp.fc1_latent_proj.weight")
     return {
         "experts.count": routers[first].shape[0],
         "experts.router_bias": "mlp.router.expert_bias" in layers[first],
         "experts.shared_gate": "mlp.shared_experts.gate_weight" in layers[first],
+        "experts.latent": int(latent.shape[0]) if latent is not None else 0,
     }
 
 

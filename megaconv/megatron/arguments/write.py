@@ -180,6 +180,7 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         "moe_router_group_topk": config.experts.group_topk,
         "moe_shared_expert_intermediate_size": config.experts.shared_ffn or None,
         "moe_shared_expert_gate": config.experts.shared_gate,
+        **({"moe_latent_size": config.experts.latent} if config.experts.latent else {}),
         "moe_token_dispatcher_type": "alltoall",
         "moe_extended_tp": False,
     }

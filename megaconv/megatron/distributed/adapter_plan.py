@@ -3,7 +3,6 @@
 Names and settings: adapter_source.py. Bridge has one rank and one alpha for all modules, and the same modules in all layers.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,11 +10,13 @@ from formats import rank_files, torch_dist, torch_zip
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import Shape
+from formats.yaml_file import yaml_bytes
 from megaconv.engine.adapters.translation import a_tensor, b_tensor, linear_weights, module_of
 from megaconv.engine.plan import OutputPlan, native_dtype
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.megatron.distributed.adapter_source import ADAPTER, CANONICAL, LORA, canonical_part
+from megaconv.megatron.distributed.bridge_files import CONTENT
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import stack, stacks_layers
 from megaconv.megatron.distributed.plan import place
@@ -61,7 +62,11 @@ def plan_adapter(header: Header, info: AdapterInfo, options: SaveOptions, layout
         (chunk, *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape))
         for chunk in chunks
     ]
-    common = {"checkpoint_version": 3.0, "iteration": header.training.iteration or 1}
+    common = {
+        "checkpoint_version": 3.0,
+        "iteration": header.training.iteration or 1,
+        "content_metadata": CONTENT,
+    }
     targets = sorted({_target(name) for name, _, _ in modules})
     written: dict[str, FileLayout] = dict(files.layouts(nested_keys=False)) | {
         torch_dist.COMMON_FILE: torch_zip.plan(common, "common"),
@@ -136,7 +141,7 @@ def _target(name: str) -> str:
 
 
 def _run_config(layout: Layout, kind: str, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> bytes:
-    """What Bridge reads of a run that saved an adapter; JSON is YAML too."""
+    """What Bridge reads of a run that saved an adapter."""
     settings = {
         "model": {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp},
         "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
@@ -148,4 +153,4 @@ def _run_config(layout: Layout, kind: str, rank: int, alpha: float, dropout: flo
             "dropout": dropout,
         },
     }
-    return (json.dumps(settings, indent=2) + "\n").encode()
+    return yaml_bytes(settings)

@@ -18,6 +18,7 @@ from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shi
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
+from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files, is_for_bridge
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
@@ -60,9 +61,10 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         **kept.state(None, optimizer.state()),
         "num_floating_point_operations_so_far": header.training.floating_point_operations,
     }  # fmt: skip
+    for_bridge = is_for_bridge(options)
     content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
-    if content:
-        common["content_metadata"] = {"singleton_local_shards": False} | content
+    if content or for_bridge:
+        common["content_metadata"] = CONTENT | content
     model.objects.extend(
         ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
         for (tp_rank, pp_rank, _), state in kept.rng.items()
@@ -71,6 +73,9 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
     files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
     files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
+    if for_bridge:
+        has = {"with_optimizer": optimizer.writer is not None, "with_rng": bool(kept.rng)}
+        files |= bridge_files(header, layout, arguments, iteration, **has)
     placements, zeros = place(
         ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
     )

@@ -32,8 +32,8 @@ BRIDGE, NEMO = "Megatron-Bridge", "NeMo 2"
 RUN_CONFIG = "run_config.yaml"
 NEMO_WEIGHTS = "weights"
 NEMO_MODEL = "context/model.yaml"
-_TRAIN_STATE = "train_state.pt"
-_LATEST = "latest_train_state.pt"
+TRAIN_STATE = "train_state.pt"
+LATEST = "latest_train_state.pt"
 _NUMBERS = ("int32", "int64", "float32", "float64")
 _MOST_COUNTED = 1 << 62
 """Samples, and operations."""
@@ -58,7 +58,7 @@ def nemo_weights(path: Path) -> Path | None:
 
 def latest_version(path: Path) -> Path | None:
     """The last iteration as Megatron-Bridge's own tracker has it; None without one. Raises CorruptCheckpoint."""
-    tracker = path / _LATEST
+    tracker = path / LATEST
     if not tracker.is_file():
         return None
     version = path / rank_files.iteration_directory(_counts(tracker).get("step", 0))
@@ -102,7 +102,7 @@ def _of_bridge(path: Path, *, complete: bool) -> Described:
         args.ddp_bucket_size = ddp["bucket_size"]
     names = ("tokenizer_model", "vocab_file", "merge_file")
     _set_tokenizer(args, path.parent / "tokenizer", {name: sections.get("tokenizer", {}).get(name) for name in names})
-    counts = _counts(path.with_name(_TRAIN_STATE)) if path.with_name(_TRAIN_STATE).is_file() else {}
+    counts = _counts(path.with_name(TRAIN_STATE)) if path.with_name(TRAIN_STATE).is_file() else {}
     args.consumed_train_samples = counts.get("consumed_train_samples", 0)
     args.consumed_valid_samples = counts.get("consumed_valid_samples", 0)
     operations = counts.get("floating_point_operations_so_far", 0)

@@ -60,7 +60,7 @@ _NORMS = tuple(
 
 def is_of_linear_layer(name: str) -> bool:
     """Whether it lies in a linear layer of Megatron's, column or row parallel."""
-    return any(word in name for word in (".linear_", ".eh_proj.", ".in_proj.", ".out_proj."))
+    return any(word in name for word in (".linear_", ".eh_proj.", ".in_proj.", ".out_proj.", "_latent_proj."))
 
 
 def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[str, bool]:
@@ -70,8 +70,8 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
     """
     engine = "local" not in (naming or naming_of(names)).variants
     linear = [name for name in names if is_of_linear_layer(name) and not name.endswith(_POST_NORM)]
-    if not engine:  # core has no local layer of which every rank holds the whole, as indexers need
-        linear = [name for name in linear if ".indexer." not in name]
+    if not engine:  # core has no local layer of which every rank holds the whole, as indexers and latent experts need
+        linear = [name for name in linear if ".indexer." not in name and "_latent_proj." not in name]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in linear)
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:

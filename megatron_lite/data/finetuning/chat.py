@@ -7,6 +7,8 @@ rendered with it, both have to be beginnings of the whole. A template that rewri
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
@@ -52,14 +54,16 @@ class ChatTemplate:
         Raises BadRecord; UsageError for a template that isn't one, whatever the conversation.
         """
         answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        if not answers:
+        wanted = [number for number in answers if number >= chat.given]
+        if not wanted:
             raise BadRecord("has no message by the assistant, so that there is nothing to learn in it")
         try:
             if self._turns == "all" and self._has_marks(chat):
                 ids, learned = self._by_marks(chat)
+                if len(wanted) < len(answers):
+                    learned = self._behind(chat, learned)
             else:
-                wanted = answers if self._turns == "all" else answers[-1:]
-                ids, learned = self._by_beginnings(chat, wanted)
+                ids, learned = self._by_beginnings(chat, wanted if self._turns == "all" else wanted[-1:])
         except BadRecord:
             raise
         except self._unreadable as error:
@@ -87,6 +91,11 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
         )  # fmt: skip
         return Encoded(list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]])
+
+    def _behind(self, chat: Chat, learned: Sequence[bool]) -> list[bool]:
+        """Without as many marked tokens as the messages that are given have."""
+        given = sum(self._by_marks(replace(chat, messages=chat.messages[: chat.given])).learned)
+        return [mark and number > given for mark, number in zip(learned, accumulate(learned), strict=True)]
 
     def _by_beginnings(self, chat: Chat, wanted: Sequence[int]) -> Encoded:
         whole = self._rendered(chat, chat.messages)

@@ -1,14 +1,16 @@
 """`--finetune-data`: samples of whole examples, none of which sees another."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.corpora import parse_split, part_of
-from megatron_lite.data.finetuning.examples import Pieces
+from megatron_lite.data.finetuning.examples import PairPieces, Pieces
 from megatron_lite.data.finetuning.packing import epochs
 from megatron_lite.data.samples import Dataset, Sample
 
@@ -56,6 +58,56 @@ class FinetuneDataset:
         return Sample(tokens, labels, loss_mask, position_ids, documents)
 
 
+class PairSample(NamedTuple):
+    """The chosen answer in the first row, the rejected one in the second."""
+
+    tokens: NDArray[np.int64]
+    """[2, seq_length]"""
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+    reference: NDArray[np.float64]
+    """[2]: their log-probabilities under the reference model; empty where these aren't known yet."""
+
+
+@dataclass(frozen=True)
+class PairDataset:
+    """`--finetune-data` of pairs of answers: each sample is one pair, its answers as two rows."""
+
+    pieces: PairPieces
+    order: NDArray[np.int64]
+    """Of each sample the number of its pair."""
+    epoch_samples: int
+    seq_length: int
+    reference: NDArray[np.float64] | None = None
+    """[pairs, 2]: log-probabilities under the reference model, where they are known."""
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> PairSample:
+        number = int(self.order[index])
+        tokens, labels = np.zeros((2, 2, self.seq_length), np.int64)
+        loss_mask = np.zeros((2, self.seq_length), np.float32)
+        examples = self.pieces.examples
+        for row, place in enumerate((2 * number, 2 * number + 1)):
+            first, last = int(self.pieces.starts[place]), int(self.pieces.ends[place])
+            inside = slice(last - first - 1)
+            tokens[row, inside] = examples.tokens[first : last - 1]
+            labels[row, inside] = examples.tokens[first + 1 : last]
+            loss_mask[row, inside] = examples.learned[first + 1 : last]
+        known = np.zeros(0) if self.reference is None else self.reference[number]
+        return PairSample(tokens, labels, loss_mask, known)
+
+
+def pair_dataset(
+    pieces: PairPieces, members: NDArray[np.int64], seq_length: int, samples: int | None, seed: int
+) -> PairDataset:
+    """Shuffled anew in each epoch. members, samples: as FinetuneDataset takes them."""
+    random, drawn = np.random.RandomState(seed), len(members) if samples is None else samples
+    orders = [random.permutation(members) for _ in range(-(-drawn // len(members)))]
+    return PairDataset(pieces, np.concatenate(orders)[:drawn], len(members), seq_length)
+
+
 def split_datasets(
     pieces: Pieces, valid: Pieces | None, split: str | None, seq_length: int, seed: int, samples: Sequence[int | None]
 ) -> list[Dataset | None]:
@@ -69,7 +121,8 @@ def split_datasets(
         source = valid if place == 1 and valid is not None else pieces
         part = (0.0, 1.0) if source is valid else part
         members = part_of(part, len(source)) if part is not None and count != 0 else np.empty(0, np.int32)
-        made = FinetuneDataset(source, members.astype(np.int64), seq_length, count, seed) if len(members) else None
+        make = pair_dataset if isinstance(source, PairPieces) else FinetuneDataset
+        made = make(source, members.astype(np.int64), seq_length, count, seed) if len(members) else None  # type: ignore[arg-type]
         found.append(made)
     if not len(pieces):
         raise CorruptCheckpoint(
@@ -83,5 +136,7 @@ def samples_of(pieces: Pieces, seq_length: int, seed: int, split: str | None, co
     """Of the first `count` epochs of the part to train on."""
     part = parse_split(split or "1")[0]
     members = part_of(part, len(pieces)) if part is not None else np.empty(0, np.int32)
+    if isinstance(pieces, PairPieces):
+        return count * len(members)
     made = epochs(members.astype(np.int64), pieces.ends - pieces.starts - 1, seq_length, seed)
     return sum(len(packs) for packs in islice(made, count))

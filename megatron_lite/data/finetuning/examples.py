@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from megaconv.errors import UsageError
 from megatron_lite.data.encoding import BadRecord, read_fields
 from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import Chat, Plain, read_record
+from megatron_lite.data.finetuning.pairs import read_pair
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
@@ -25,6 +26,8 @@ class ReadingOptions:
     finetune_turns: str = "all"
     chat_template: str | None = None
     """The template itself, in place of the tokenizer's own."""
+    pairs: bool = False
+    """Records are pairs of answers; then examples come in pairs, the chosen one first."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Examples:
     """Fields that are no content -> how many records have them."""
     plain_chats: int = 0
     """Instructions that were spelled out, as the tokenizer has no chat template."""
+    equal: int = 0
+    """Pairs that were left out since both answers are the same."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -84,6 +89,23 @@ def pieces_for(examples: Examples, seq_length: int) -> Pieces:
     return Pieces(examples, bounds[:, 0], bounds[:, 1], cut, dropped)
 
 
+class PairPieces(Pieces):
+    """Rows two by two: what fits of the chosen and of the rejected answer of each pair."""
+
+    def __len__(self) -> int:
+        return len(self.starts) // 2
+
+
+def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
+    """As pieces_for; a pair of which either answer has nothing left to learn is dropped."""
+    starts, ends = examples.bounds[:-1].reshape(-1, 2), examples.bounds[1:].reshape(-1, 2)
+    kept = np.minimum(ends, starts + seq_length + 1)
+    before = np.concatenate(([0], np.cumsum(examples.learned)))  # learned tokens before each
+    whole = (before[kept] > before[starts + 1]).all(1)
+    cut = int((kept < ends)[whole].any(1).sum())
+    return PairPieces(examples, starts[whole].ravel(), kept[whole].ravel(), cut, int((~whole).sum()))
+
+
 def read_examples(
     words: Sequence[str],
     tokenizer: Tokenizer,
@@ -100,17 +122,19 @@ def read_examples(
     for name in find_files(words, flag):
         for record in read_records(name):
             try:
-                made = encoder.encode(record)
+                found = encoder.encode_pair(record) if options.pairs else [encoder.encode(record)]
             except (BadRecord, ValueError, TypeError) as error:
                 raise CorruptCheckpoint(f"{record.where}: {error}") from error
-            tokens.append(np.array(made.ids, np.int32))
-            learned.append(np.array(made.learned, bool))
-            divisible.append(isinstance(record.content, str))
+            for made in found:
+                tokens.append(np.array(made.ids, np.int32))
+                learned.append(np.array(made.learned, bool))
+                divisible.append(isinstance(record.content, str))
     if not tokens:
-        raise CorruptCheckpoint(f"{', '.join(words)}: there are no examples")
+        what = "pairs whose answers differ" if options.pairs else "examples"
+        raise CorruptCheckpoint(f"{', '.join(words)}: there are no {what}")
     bounds = np.concatenate(([0], np.cumsum([len(ids) for ids in tokens], dtype=np.int64)))
     joined = np.concatenate(tokens), np.concatenate(learned), bounds, np.array(divisible, bool)
-    return Examples(*joined, encoder.unread, encoder.plain_chats)
+    return Examples(*joined, encoder.unread, encoder.plain_chats // (2 if options.pairs else 1), encoder.equal)
 
 
 class _Encoder:
@@ -118,7 +142,7 @@ class _Encoder:
         self._tokenizer, self._eod, self._options = tokenizer, eod, options
         self._template: ChatTemplate | None = None
         self.unread: Counter[str] = Counter()
-        self.plain_chats = 0
+        self.plain_chats = self.equal = 0
 
     def encode(self, record: Record) -> Encoded:
         """Raises BadRecord, and what tokenizers raise for a text that they can't have."""
@@ -126,7 +150,26 @@ class _Encoder:
             return self._plain(Plain("", record.content))
         reading = read_record(read_fields(record.content), self._options.finetune_form)
         self.unread.update(reading.unread)
-        example = reading.example
+        return self._example(reading.example)
+
+    def encode_pair(self, record: Record) -> list[Encoded]:
+        """Chosen and rejected; neither where they are the same. Raises as encode does."""
+        if isinstance(record.content, str):
+            raise BadRecord("is plain text; --dpo learns from records with a chosen and a rejected answer")
+        pair = read_pair(read_fields(record.content))
+        self.unread.update(pair.unread)
+        chosen, rejected = self._example(pair.chosen), self._example(pair.rejected)
+        if chosen.ids == rejected.ids:
+            self.equal += 1
+            return []
+        if isinstance(pair.chosen, Plain) and not pair.chosen.given:  # what was asked is how both begin
+            same = next(
+                place for place, (one, other) in enumerate(zip_longest(chosen.ids, rejected.ids)) if one != other
+            )
+            return [Encoded(ids, [False] * same + [True] * (len(ids) - same)) for ids, _ in (chosen, rejected)]
+        return [chosen, rejected]
+
+    def _example(self, example: Chat | Plain) -> Encoded:
         if isinstance(example, Plain):
             return self._plain(example)
         if example.plain is not None and not self._has_template():

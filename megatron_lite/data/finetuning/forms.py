@@ -16,6 +16,9 @@ from typing import Any
 
 from megatron_lite.data.encoding import BadRecord
 
+Message = Mapping[str, Any]
+"""As chat templates want it: role, content, and what else it has."""
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -29,9 +32,10 @@ class Plain:
 class Chat:
     """Goes through the tokenizer's chat template; the assistant's turns are learned."""
 
-    messages: Sequence[Mapping[str, Any]]
-    """As chat templates want them: role, content, and what else a message has."""
+    messages: Sequence[Message]
     tools: Sequence[Any] | None = None
+    given: int = 0
+    """Messages at its beginning of which nothing is learned, whoever wrote them."""
     plain: Plain | None = None
     """The same for a tokenizer without a template, where the form has a plain spelling."""
 
@@ -55,31 +59,31 @@ ROLES = {
 
 
 def _messages(record: Mapping[str, Any]) -> Chat:
-    return Chat(_turns(record, "messages"), _tools(record))
+    return Chat(read_turns(record, "messages"), read_tools(record))
 
 
 def _conversations(record: Mapping[str, Any]) -> Chat:
-    return Chat([*_system(record), *_turns(record, "conversations")], _tools(record))
+    return Chat([*read_system(record), *read_turns(record, "conversations")], read_tools(record))
 
 
 def _alpaca(record: Mapping[str, Any]) -> Chat:
-    asked, more, answer = _text(record, "instruction"), _text(record, "input"), _text(record, "output")
+    asked, more, answer = read_text(record, "instruction"), read_text(record, "input"), read_text(record, "output")
     question = f"{asked}\n\n{more}" if more else asked
-    turns = [*_system(record), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    parts = [_text(record, "system"), f"### Instruction:\n{asked}", f"### Input:\n{more}" if more else ""]
+    turns = [*read_system(record), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    parts = [read_text(record, "system"), f"### Instruction:\n{asked}", f"### Input:\n{more}" if more else ""]
     return Chat(turns, plain=Plain("\n\n".join(part for part in (*parts, "### Response:\n") if part), answer))
 
 
 def _prompt(record: Mapping[str, Any]) -> Plain:
-    return Plain(_text(record, "prompt"), _text(record, "completion"))
+    return Plain(read_text(record, "prompt"), read_text(record, "completion"))
 
 
 def _input(record: Mapping[str, Any]) -> Plain:
-    return Plain(_text(record, "input"), _text(record, "output"))
+    return Plain(read_text(record, "input"), read_text(record, "output"))
 
 
 def _whole(record: Mapping[str, Any]) -> Plain:
-    return Plain("", _text(record, "text"))
+    return Plain("", read_text(record, "text"))
 
 
 FORMS = (
@@ -118,7 +122,7 @@ def read_record(record: Mapping[str, Any], wanted: str | None = None) -> Reading
     left_out = [name for name in there if name in CONTENT - used and there[name] not in ("", [])]
     if left_out and wanted is None:
         raise BadRecord(
-            f"has {_listed(form.fields)}, and {_listed(left_out)}, which would be left out; take away what is not meant, "
+            f"has {listed(form.fields)}, and {listed(left_out)}, which would be left out; take away what is not meant, "
             f"or name the form that is: --finetune-form {' | '.join(NAMES)}"
         )
     return Reading(form.read(there), frozenset(there.keys() - used))
@@ -130,28 +134,28 @@ def _form_of(record: Mapping[str, Any], wanted: str | None) -> Form:
         if all(name in record for name in form.fields):
             return form
     if "chosen" in record and "rejected" in record:
-        raise BadRecord("is a pair of a chosen and a rejected answer, which finetuning doesn't read")
-    forms = "; ".join(dict.fromkeys(_listed(form.fields) for form in candidates))
-    raise BadRecord(f"has {_listed(record) or 'no fields'}, but not the fields of an example: {forms}")
+        raise BadRecord("is a pair of a chosen and a rejected answer; --dpo learns from pairs")
+    forms = "; ".join(dict.fromkeys(listed(form.fields) for form in candidates))
+    raise BadRecord(f"has {listed(record) or 'no fields'}, but not the fields of an example: {forms}")
 
 
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def read_text(record: Mapping[str, Any], name: str) -> str:
     value = record.get(name, "")
     if not isinstance(value, str):
         raise BadRecord(f'its "{name}" should be text, found {type(value).__name__}')
     return value
 
 
-def _system(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    text = _text(record, "system")
+def read_system(record: Mapping[str, Any]) -> list[Message]:
+    text = read_text(record, "system")
     return [{"role": "system", "content": text}] if text else []
 
 
-def _tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
+def read_tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
     tools = record.get("tools") or None
     if isinstance(tools, str):  # as tables have it
         try:
@@ -163,14 +167,14 @@ def _tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
     return tools
 
 
-def _turns(record: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+def read_turns(record: Mapping[str, Any], name: str) -> list[Message]:
     turns = record[name]
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f'its "{name}" should be a list of messages')
-    return [_message(turn, f'message {number} of its "{name}"') for number, turn in enumerate(turns, 1)]
+    return [read_message(turn, f'message {number} of its "{name}"') for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, where: str) -> Mapping[str, Any]:
+def read_message(turn: Any, where: str) -> Message:
     """{role, content}, or ShareGPT's {from, value}, in either form."""
     if not isinstance(turn, Mapping):
         raise BadRecord(f"{where} should be an object")

@@ -2,29 +2,43 @@
 
 import asyncio
 import hmac
-import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server import megatron_api
-from megatron_lite.inference.server.errors import Refused, TimedOut, TooLarge, WrongKey
+from megatron_lite.inference.server.errors import Broken, Gone, Refused, ShuttingDown, TooLarge, TooSlow, WrongKey
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
-from megatron_lite.inference.server.page import PAGE
+from megatron_lite.inference.server.page import PAGE, POLICY
+from megatron_lite.inference.server.responses import (
+    AsciiJSONResponse,
+    Deadline,
+    Events,
+    Parts,
+    refusal,
+    unless_gone,
+)
 from megatron_lite.inference.server.streams import pieces
 from megatron_lite.inference.server.worker import Worker
+from megatron_lite.inference.slots import LanguageModel, Scored
 
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+_DISCARDED = 16
+"""Times the largest body: so much is read of one that is larger."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,9 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     """By route and status."""
-    prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._reader = ThreadPoolExecutor(1, "reader")
 
     def app(self) -> Starlette:
         routes = [
@@ -56,7 +72,7 @@ class Server:
             Route("/health", self.health),
             Route("/", self.page),
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={HTTPException: self._no_route, Exception: self._broken})
 
     def _guarded(self, handler: Handler) -> Handler:
         """With the key checked, what is refused as an answer, and both counted."""
@@ -66,11 +82,29 @@ class Server:
                 self._check_key(request)
                 response = await handler(request)
             except Refused as refused:
-                response = error(refused)
-            self.answered[request.url.path, response.status_code] += 1
+                response = refusal(refused)
+            except asyncio.CancelledError:  # the time for answers is over after SIGTERM
+                response = refusal(ShuttingDown())
+            if not isinstance(response, Events):  # which counts itself at its end
+                self.answered[request.url.path, response.status_code] += 1
             return response
 
         return guarded
+
+    def _no_route(self, request: Request, error: Exception) -> Response:
+        """An address or a method that nobody serves."""
+        assert isinstance(error, HTTPException)
+        self.answered["other", error.status_code] += 1
+        refused = Refused(f"nothing here answers {request.method} {request.url.path:.100}: {error.detail}")
+        refused.status = error.status_code
+        response = refusal(refused)
+        response.headers.update(error.headers or {})
+        return response
+
+    def _broken(self, request: Request, error: Exception) -> Response:
+        """A mistake of ours, whose traceback is printed."""
+        self.answered[request.url.path, Broken.status] += 1
+        return refusal(Broken(f"the server failed: {type(error).__name__}"))
 
     def _check_key(self, request: Request) -> None:
         if self.key is None:
@@ -79,79 +113,109 @@ class Server:
         if not hmac.compare_digest(given.encode(), self.key.encode()):
             raise WrongKey("the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
 
-    async def _fields(self, request: Request) -> Fields:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.limits.body_bytes:
-                raise TooLarge(f"the body is larger than {self.limits.body_bytes} bytes")
-        return Fields(bytes(body))
+    async def _read(self, request: Request, read: Callable[[Fields, Opened], T]) -> T:
+        """read(fields, opened) on a thread of its own, so that a long text or a slow template keeps nobody else waiting."""
+        body = await self._body(request)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: read(Fields(body), self.opened))
+
+    async def _body(self, request: Request) -> bytes:
+        """Raises TooLarge when it has come to its end, so that its sender is ready to read that; TooSlow, Gone."""
+        body, size, most = bytearray(), 0, self.limits.body_bytes
+
+        async def receive() -> None:
+            nonlocal size
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= most:
+                    body.extend(chunk)
+                elif size > most * _DISCARDED:
+                    break
+
+        try:
+            await asyncio.wait_for(receive(), self.limits.seconds)
+        except asyncio.TimeoutError:
+            raise TooSlow(f"the body wasn't there after {self.limits.seconds:g} seconds") from None
+        except ClientDisconnect:
+            raise Gone from None
+        if size > most:
+            raise TooLarge(f"the body is larger than {most} bytes")
+        return bytes(body)
 
     async def completions(self, request: Request) -> Response:
-        wanted = completion(await self._fields(request), self.opened, self.name)
-        return await self._answer(request, wanted, chat=False)
+        return await self._answer(request, completion, chat=False)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, chat(await self._fields(request), self.opened, self.name), chat=True)
+        return await self._answer(request, chat, chat=True)
 
-    async def _answer(self, request: Request, wanted: Wanted, *, chat: bool) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Fields, Opened, str], Wanted], *, chat: bool) -> Response:
+        deadline = Deadline(self.limits.seconds)
+        wanted = await self._read(request, lambda fields, opened: read(fields, opened, self.name))
         form = Form(chat, self.name, self.opened.tokenizer.detokenize, wanted.log_probs is not None)
-        self.prompt_tokens += sum(map(len, wanted.prompts))
-        begun = [await self._echoed(prompt, wanted) for prompt in wanted.prompts for _ in range(wanted.choices)]
         if not wanted.stream:
-            return await _unless_gone(request, self._whole(wanted, form, begun))
-        parts = self._parts(wanted, form, begun)
-        first = await anext(parts)  # so that what is refused at once has its status
-        return StreamingResponse(
-            _events(first, parts), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+            return await unless_gone(request, self._whole(wanted, form, deadline))
+        parts = self._parts(wanted, form, deadline)
+        first = await unless_gone(request, anext(parts))  # so that what is refused at once has its status
 
-    async def _echoed(self, prompt: tuple[int, ...], wanted: Wanted) -> Choice:
-        """What a choice begins with."""
-        if not wanted.echo:
-            return Choice()
-        scored, top = None, wanted.log_probs
-        if top is not None:
-            (scored,) = await self.worker.between(lambda model: model.score([prompt], top))
-        end = None if wanted.max_tokens else "length"
-        return Choice(self.opened.tokenizer.detokenize(prompt), of_prompt(prompt, scored, top or 0), end)
+        def ended(status: int) -> None:
+            self.answered[request.url.path, status] += 1
 
-    async def _whole(self, wanted: Wanted, form: Form, choices: list[Choice]) -> Response:
+        return Events(first, parts, ended)
+
+    async def _begun(self, wanted: Wanted, deadline: Deadline) -> list[Choice]:
+        """What the choices begin with."""
+        found = []
+        for prompt in wanted.prompts:
+            scored, top = None, wanted.log_probs
+            if wanted.echo and top is not None:
+                (scored,) = await deadline.of(self.worker.between(_score(prompt, top)))
+            for _ in range(wanted.choices):
+                if wanted.echo:
+                    text = self.opened.tokenizer.detokenize(prompt)
+                    tokens = of_prompt(prompt, scored, top or 0)
+                    found.append(Choice(text, tokens, None if wanted.max_tokens else "length"))
+                else:
+                    found.append(Choice())
+        return found
+
+    async def _whole(self, wanted: Wanted, form: Form, deadline: Deadline) -> Response:
+        choices = await self._begun(wanted, deadline)
         before = sum(len(choice.tokens) for choice in choices)
         if wanted.max_tokens:
-            async for piece in self._pieces(wanted):
-                choices[piece.choice].add(piece)
+            async with aclosing(self._pieces(wanted, deadline)) as found:
+                async for piece in found:
+                    choices[piece.choice].add(piece)
         generated = sum(len(choice.tokens) for choice in choices) - before
         return JSONResponse(form.whole(choices, sum(map(len, wanted.prompts)), generated))
 
-    async def _parts(self, wanted: Wanted, form: Form, choices: list[Choice]) -> AsyncIterator[dict[str, Any]]:
-        generated, begun = 0, set()
+    async def _parts(self, wanted: Wanted, form: Form, deadline: Deadline) -> Parts:
+        generated, begun, choices = 0, set(), await self._begun(wanted, deadline)
         for number, choice in enumerate(choices):
             if wanted.echo:
                 yield form.part(Piece(number, choice.text, tuple(choice.tokens), choice.end), 0, first=True)
                 begun.add(number)
         if wanted.max_tokens:
-            async for piece in self._pieces(wanted):
-                choice = choices[piece.choice]
-                yield form.part(piece, len(choice.text), first=piece.choice not in begun)
-                begun.add(piece.choice)
-                choice.add(piece)
-                generated += len(piece.tokens)
+            async with aclosing(self._pieces(wanted, deadline)) as found:
+                async for piece in found:
+                    choice = choices[piece.choice]
+                    yield form.part(piece, len(choice.text), first=piece.choice not in begun)
+                    begun.add(piece.choice)
+                    choice.add(piece)
+                    generated += len(piece.tokens)
         if wanted.usage:
             yield form.last(sum(map(len, wanted.prompts)), generated)
 
-    def _pieces(self, wanted: Wanted) -> AsyncIterator[Any]:
-        return pieces(self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, self.limits.seconds)
+    def _pieces(self, wanted: Wanted, deadline: Deadline) -> AsyncGenerator[Piece, None]:
+        return pieces(self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline)
 
     async def megatron(self, request: Request) -> Response:
+        deadline = Deadline(self.limits.seconds)
         try:
-            run = megatron_api.request(await self._fields(request), self.opened)
+            run = await self._read(request, megatron_api.request)
+        except Gone:
+            raise
         except Refused as refused:
-            return JSONResponse(refused.message, refused.status)
-        try:
-            return JSONResponse(await asyncio.wait_for(self.worker.alone(run), self.limits.seconds))
-        except asyncio.TimeoutError:
-            raise TimedOut(f"the answer wasn't ready after {self.limits.seconds:g} seconds") from None
+            return AsciiJSONResponse(refused.message, refused.status)
+        return JSONResponse(await unless_gone(request, deadline.of(self.worker.alone(run))))
 
     async def models(self, request: Request) -> Response:
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "megatron-lite"}
@@ -161,7 +225,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(PAGE)
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY})
 
     async def metrics(self, request: Request) -> Response:
         """In Prometheus' format."""
@@ -170,7 +234,7 @@ class Server:
         for (route, status), count in sorted(self.answered.items()):
             lines.append(f'megatron_lite_requests_total{{route="{route}",status="{status}"}} {count}')
         for name, kind, value in (
-            ("prompt_tokens_total", "counter", self.prompt_tokens),
+            ("prompt_tokens_total", "counter", self.worker.prompt_tokens),
             ("generated_tokens_total", "counter", self.worker.tokens),
             ("requests_running", "gauge", running),
             ("requests_waiting", "gauge", waiting),
@@ -181,46 +245,5 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
-def error(refused: Refused) -> Response:
-    said = {"message": refused.message, "type": refused.kind, "param": refused.field, "code": refused.code}
-    headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
-    return JSONResponse({"error": said}, refused.status, headers)
-
-
-async def _unless_gone(request: Request, answer: Awaitable[Response]) -> Response:
-    """The answer, which is given up as soon as its client leaves."""
-    working = asyncio.ensure_future(answer)
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watching = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        return Response(status_code=499)  # nobody reads it
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _events(first: dict[str, Any], parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    """Server-sent events; what fails on the way is one, too, since the status is out already."""
-    yield _event(first)
-    try:
-        async for part in parts:
-            yield _event(part)
-    except Refused as refused:
-        yield _event(
-            {"error": {"message": refused.message, "type": refused.kind, "param": refused.field, "code": refused.code}}
-        )
-    finally:
-        await parts.aclose()  # type: ignore[attr-defined]
-    yield "data: [DONE]\n\n"
-
-
-def _event(part: dict[str, Any]) -> str:
-    return f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
+def _score(prompt: tuple[int, ...], top: int) -> Callable[[LanguageModel], list[Scored]]:
+    return lambda model: model.score([prompt], top)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import socket
 import sys
 from importlib.util import find_spec
 
@@ -57,10 +58,25 @@ def _main(given: argparse.Namespace) -> None:
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise UsageError(f"serve needs the package {package}: pip install 'megaconv[serve]'")
-    if given.max_waiting < 0 or given.max_body_bytes < 1 or given.request_timeout <= 0 or not 0 <= given.port < 1 << 16:
-        raise UsageError("--max-waiting, --max-body-bytes, --request-timeout and --port can't be negative")
+    if given.max_waiting < 0 or given.max_body_bytes < 1 or given.request_timeout <= 0 or given.shutdown_timeout < 0:
+        raise UsageError("--max-waiting, --max-body-bytes, --request-timeout and --shutdown-timeout can't be negative")
+    if not 0 <= given.port < 1 << 16:
+        raise UsageError(f"--port {given.port} should be a number from 0 to 65535")
     key = _key(given)
-    run(given, lambda opened: _serve(opened, given, key), lasting=True)
+    bound = _bound(given.host, given.port) if launch.rank() == 0 else None  # before a model is loaded for nothing
+    run(given, lambda opened: _serve(opened, given, key, bound), lasting=True)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of that address, which doesn't listen yet. Raises UsageError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port} can't be had: {error.strerror or error}") from error
+    return made
 
 
 def _key(given: argparse.Namespace) -> str | None:
@@ -78,7 +94,8 @@ def _key(given: argparse.Namespace) -> str | None:
     return key
 
 
-def _serve(opened: Opened, given: argparse.Namespace, key: str | None) -> None:
+def _serve(opened: Opened, given: argparse.Namespace, key: str | None, bound: socket.socket | None) -> None:
+    """On rank 0."""
     import uvicorn
 
     from megatron_lite.inference.server.app import Limits, Server
@@ -94,11 +111,12 @@ def _serve(opened: Opened, given: argparse.Namespace, key: str | None) -> None:
         server.app(), given.host, given.port, log_level="warning", lifespan="off",
         timeout_graceful_shutdown=max(1, int(given.shutdown_timeout)),
     )  # fmt: skip
-    socket = config.bind_socket()
-    socket.listen(config.backlog)  # whoever reads the next line can connect
-    host, port = socket.getsockname()[:2]
+    assert bound is not None, "rank 0 has an address"
+    bound.listen(config.backlog)  # whoever reads the next line can connect
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
     print(
-        f"serving {server.name} at http://{host}:{port}, {opened.model.slots} slots of {opened.model.length} tokens",
+        f"serving {server.name} at http://{shown}:{port}, {opened.model.slots} slots of {opened.model.length} tokens",
         flush=True,
     )
     if key is None and given.host not in ("127.0.0.1", "::1", "localhost"):
@@ -108,5 +126,5 @@ def _serve(opened: Opened, given: argparse.Namespace, key: str | None) -> None:
     # uvicorn raises the signal that ended it once more; by then it has done its work.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[socket])
+    uvicorn.Server(config).run(sockets=[bound])
     worker.stop()

@@ -24,6 +24,19 @@ class TooLarge(Refused):
     status = 413
 
 
+class TooSlow(Refused):
+    status = 408
+
+
+class Gone(Refused):
+    """The client; nobody reads this answer."""
+
+    status = 499
+
+    def __init__(self) -> None:
+        super().__init__("the client has gone")
+
+
 class Overloaded(Refused):
     status = 429
     kind = "overloaded_error"
@@ -40,3 +53,10 @@ class ShuttingDown(Refused):
 class TimedOut(Refused):
     status = 504
     kind = "timeout_error"
+
+
+class Broken(Refused):
+    """A mistake of ours."""
+
+    status = 500
+    kind = "server_error"

@@ -19,6 +19,8 @@ class Fields:
             raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise Refused(f"the body should be a JSON object, found {type(found).__name__}")
+        if _has_half_characters(body, found):
+            raise Refused("a text has half of a surrogate pair, which is no character")
         self._left: dict[str, Any] = {name: value for name, value in found.items() if name not in HARMLESS}
 
     def __contains__(self, name: str) -> bool:
@@ -74,3 +76,14 @@ class Fields:
         if self._left:
             name = next(iter(self._left))
             raise Refused(f"unknown field {name!r:.60}", name, "unknown_field")
+
+
+def _has_half_characters(body: bytes, found: Any) -> bool:
+    """JSON may have them, escaped or not; no tokenizer takes them."""
+    if b"\\ud" not in body.lower() and b"\xed" not in body:
+        return False
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False

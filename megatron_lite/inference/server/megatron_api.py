@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lite.inference.megatron import MegatronSettings, Words, beam_search, generate
-from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.slots import LanguageModel
 
 MOST_PROMPTS = 128
 RETIRED = {
@@ -21,7 +21,7 @@ RETIRED = {
 Answer = dict[str, Any]
 
 
-def request(fields: Fields, opened: Opened) -> Callable[[EngineModel], Answer]:
+def request(fields: Fields, opened: Opened) -> Callable[[LanguageModel], Answer]:
     """What is to be done with the model, all of whose slots it may take. Raises Refused."""
     for name, sentence in RETIRED.items():
         if name in fields:
@@ -51,7 +51,7 @@ def request(fields: Fields, opened: Opened) -> Callable[[EngineModel], Answer]:
     return _beams(fields, opened, rows, count) if "beam_width" in fields else _sampled(fields, opened, rows, count)
 
 
-def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[EngineModel], Answer]:
+def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[LanguageModel], Answer]:
     log_probs = fields.boolean("logprobs")
     if count == 0 and not log_probs:
         raise Refused("tokens_to_generate=0 implies logprobs should be True", "tokens_to_generate")
@@ -73,7 +73,7 @@ def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) 
     fields.finish()
     words = _words(opened, settings)
 
-    def run(model: EngineModel) -> Answer:
+    def run(model: LanguageModel) -> Answer:
         found = generate(model, rows, settings, words)
         kept = [row[:length] for row, length in zip(found.tokens.tolist(), found.lengths, strict=True)]
         values = None
@@ -84,8 +84,8 @@ def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) 
     return run
 
 
-def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[EngineModel], Answer]:
-    width = fields.integer("beam_width", None, 1, opened.model.slots)
+def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[LanguageModel], Answer]:
+    width = fields.integer("beam_width", None, 1, len(opened.model.copied))
     if len(rows) > 1:
         raise Refused("When doing beam_search, batch size must be 1", "beam_width")
     if count == 0:
@@ -95,7 +95,7 @@ def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) ->
     _without_beams(fields)
     eod = opened.tokenizer.eod or 0
 
-    def run(model: EngineModel) -> Answer:
+    def run(model: LanguageModel) -> Answer:
         found = beam_search(
             model, rows[0], width=width, tokens_to_generate=count, stop_token=stop, length_penalty=penalty, eod=eod
         )

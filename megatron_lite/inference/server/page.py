@@ -1,5 +1,11 @@
 """The page to try a model on: one form, whose answer appears as it is made."""
 
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+"""Of its content: it may ask this server, and nobody else."""
+
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

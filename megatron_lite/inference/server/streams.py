@@ -1,30 +1,24 @@
 """A ticket's steps as pieces of text, until all of its choices have ended, its time is over or its client has gone."""
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
-from megatron_lite.inference.server.errors import TimedOut
 from megatron_lite.inference.server.openai_answers import Piece
 from megatron_lite.inference.server.openai_requests import Wanted
+from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.text import Detokenize, TextStream
 
 
 async def pieces(
-    worker: Worker, wanted: Wanted, stop_ids: frozenset[int], detokenize: Detokenize, seconds: float
-) -> AsyncIterator[Piece]:
+    worker: Worker, wanted: Wanted, stop_ids: frozenset[int], detokenize: Detokenize, deadline: Deadline
+) -> AsyncGenerator[Piece, None]:
     """Of all choices as they come. Raises Overloaded at the start, TimedOut later; frees every slot however it ends."""
     requests = wanted.requests(stop_ids)
     ticket = worker.submit(requests)
     texts = {which: TextStream(detokenize, wanted.stop) for which in range(len(requests))}
-    end = asyncio.get_running_loop().time() + seconds
     try:
         while texts:
-            left = end - asyncio.get_running_loop().time()
-            try:
-                which, step = await asyncio.wait_for(ticket.steps.get(), left)
-            except asyncio.TimeoutError:
-                raise TimedOut(f"the answer wasn't ready after {seconds:g} seconds") from None
+            which, step = await deadline.of(ticket.steps.get())
             text = texts.get(which)
             if text is None:
                 continue  # it ended with a stop word a turn ago

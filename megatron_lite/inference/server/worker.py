@@ -5,12 +5,16 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from megatron_lite.inference.batching import Request, RunningBatch, Step
 from megatron_lite.inference.model import IDLE_S, EngineModel
 from megatron_lite.inference.server.errors import Overloaded, ShuttingDown
+from megatron_lite.inference.slots import Feed, LanguageModel, Scored
 
 T = TypeVar("T")
 
@@ -37,8 +41,8 @@ class Worker:
         self._tickets: dict[int, Ticket] = {}
         self._room = model.slots + most_waiting
         self._open, self._lock, self._ending = 0, threading.Lock(), False
-        self.tokens = 0
-        """Generated so far."""
+        self.prompt_tokens = self.tokens = 0
+        """Accepted and generated so far."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -60,15 +64,18 @@ class Worker:
         """Of what hasn't ended; does no harm where all has."""
         self._commands.put(lambda: self._cancel(ticket))
 
-    async def between(self, function: Callable[[EngineModel], T]) -> T:
+    async def between(self, function: Callable[[LanguageModel], T]) -> T:
         """function(model) between two turns; it may touch no slot."""
         return await self._call(function, self._commands.put)
 
-    async def alone(self, function: Callable[[EngineModel], T]) -> T:
-        """function(model) when all requests that have a slot have ended; those that wait come afterwards."""
+    async def alone(self, function: Callable[[LanguageModel], T]) -> T:
+        """function(model) when all requests that have a slot have ended; those that wait come afterwards.
+
+        Of both: when nobody waits for it any more, it ends with the next thing that it asks of the model.
+        """
         return await self._call(function, lambda command: self._commands.put(lambda: self._alone.append(command)))
 
-    async def _call(self, function: Callable[[EngineModel], T], enqueue: Callable[[Callable[[], None]], Any]) -> T:
+    async def _call(self, function: Callable[[LanguageModel], T], enqueue: Callable[[Callable[[], None]], Any]) -> T:
         self._take(1)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -78,9 +85,13 @@ class Worker:
                 future.set_result(found)
 
         def command() -> None:
-            if not future.cancelled():
-                loop.call_soon_threadsafe(answer, function(self.model))
-            self._give_back(1)
+            try:
+                found = function(_WhileWanted(self.model, lambda: not future.cancelled() and not self._ending))
+                _tell(loop, answer, found)
+            except _Unwanted:
+                pass
+            finally:
+                self._give_back(1)
 
         enqueue(command)
         return await future
@@ -135,6 +146,7 @@ class Worker:
     def _add(self, ticket: Ticket, requests: Sequence[Request]) -> None:
         for which, request in enumerate(requests):
             number = self._batch.add(request)
+            self.prompt_tokens += len(request.prompt)
             ticket.numbers[number] = which
             self._tickets[number] = ticket
 
@@ -163,4 +175,36 @@ class Worker:
         which = ticket.numbers[step.number]
         if step.end is not None:
             self._end(ticket, step.number)
-        ticket.loop.call_soon_threadsafe(ticket.steps.put_nowait, (which, step))
+        _tell(ticket.loop, ticket.steps.put_nowait, (which, step))
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *values: Any) -> None:
+    """Nothing where the loop has ended: then nobody waits."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *values)
+
+
+class _Unwanted(Exception):
+    pass
+
+
+class _WhileWanted:
+    """A model for one function, which ends as soon as it isn't wanted any more."""
+
+    def __init__(self, model: LanguageModel, wanted: Callable[[], bool]) -> None:
+        self._model, self._wanted = model, wanted
+        self.slots, self.length, self.copied = model.slots, model.length, model.copied
+
+    def _checked(self) -> LanguageModel:
+        if not self._wanted():
+            raise _Unwanted
+        return self._model
+
+    def extend(self, feeds: Sequence[Feed]) -> Tensor:
+        return self._checked().extend(feeds)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._checked().copy(sources, targets)
+
+    def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
+        return self._checked().score(rows, top)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.tensor import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,8 @@ class Balance:
     share: float
     """Of this microbatch in the step's loss: what gradients of these losses are multiplied with."""
     step: Step = field(default_factory=Step)
+    context: comm.Group = None
+    """The ranks that have the other tokens of each sequence."""
     mean_busy: dict[int, Tensor] = field(default_factory=dict)
     """By layer, f_e of all ranks' tokens, the mean of this microbatch and those before it; kept for when it is computed again."""
     logged: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -69,25 +70,28 @@ def join(x: Tensor, loss: Tensor, factor: float) -> Tensor:
     return joined
 
 
-def load_balancing(probabilities: Tensor, per_token: int, ranks: TensorGroup) -> Tensor:
-    """aux without c, float32 []. probabilities float32 [tokens of this rank, experts]; over tensor ranks the sum is the loss."""
+def load_balancing(probabilities: Tensor, per_token: int, groups: Sequence[comm.Group]) -> Tensor:
+    """aux without c, float32 []. probabilities float32 [tokens of this rank, experts].
+
+    groups: together they reach the ranks with other tokens of the same rows; over those the sum is the loss.
+    """
     busy = _busy(probabilities, per_token)
     tokens = len(probabilities)
-    if ranks.group is not None:
-        comm.all_reduce(busy, ranks.group)
-        tokens *= ranks.size
+    for group in groups:
+        comm.all_reduce(busy, group)
+        tokens *= comm.size(group)
     experts = probabilities.shape[-1]
     return (busy * probabilities.sum(0)).sum() * (experts / (per_token * tokens * tokens))
 
 
-def by_sequence(probabilities: Tensor, per_token: int, batch: int, ranks: TensorGroup) -> Tensor:
+def by_sequence(probabilities: Tensor, per_token: int, batch: int, groups: Sequence[comm.Group]) -> Tensor:
     """The same for each sequence apart, and the mean over them. tokens in the order of [sequence, batch]."""
     each = probabilities.view(-1, batch, probabilities.shape[-1])
     busy = torch.stack([_busy(each[:, row], per_token) for row in range(batch)])
     length = each.shape[0]
-    if ranks.group is not None:
-        comm.all_reduce(busy, ranks.group)
-        length *= ranks.size
+    for group in groups:
+        comm.all_reduce(busy, group)
+        length *= comm.size(group)
     experts = probabilities.shape[-1]
     return (busy * each.sum(0)).sum() * (experts / (per_token * length * length * batch))
 
@@ -112,6 +116,6 @@ def _busy(probabilities: Tensor, per_token: int) -> Tensor:
     return torch.bincount(best.flatten(), minlength=probabilities.shape[-1]).to(probabilities.dtype)
 
 
-def of_logits(logits: Tensor, ranks: TensorGroup) -> Tensor:
-    """z without c; over tensor ranks the sum is the loss."""
-    return torch.logsumexp(logits.float(), -1).square().mean() / ranks.size
+def of_logits(logits: Tensor, groups: Sequence[comm.Group]) -> Tensor:
+    """z without c; over the ranks of all groups the sum is the loss."""
+    return torch.logsumexp(logits.float(), -1).square().mean() / math.prod(comm.size(group) for group in groups)

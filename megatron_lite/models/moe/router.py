@@ -90,7 +90,7 @@ class Router(nn.Module):
         coefficient = self.options.z_loss
         if not coefficient:
             return logits
-        found = of_logits(logits, self.ranks)
+        found = of_logits(logits, (self.ranks.group, balance.context))
         balance.logged["z_loss", self.layer] = found.detach()
         return join(logits, found, coefficient * balance.share)
 
@@ -100,13 +100,14 @@ class Router(nn.Module):
             return weights
         sigmoid = self.experts.score == "sigmoid"
         probabilities = _normalized(logits.float().sigmoid()) if sigmoid else logits.softmax(-1, torch.float32)
+        groups = self.ranks.group, balance.context
         for kind, coefficient in self.options.losses:
             if kind == "aux_loss":
-                found = load_balancing(probabilities, self.experts.per_token, self.ranks)
+                found = load_balancing(probabilities, self.experts.per_token, groups)
             elif kind == "global_aux_loss":
                 found = over_the_step(probabilities, self.experts.per_token, self.layer, balance)
             else:
-                found = by_sequence(probabilities, self.experts.per_token, batch, self.ranks)
+                found = by_sequence(probabilities, self.experts.per_token, batch, groups)
             balance.logged[kind, self.layer] = found.detach()
             weights = join(weights, found, coefficient * balance.share)
         return weights

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megaconv.checkpoint import open_checkpoint
+from megaconv.errors import LayoutError
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
@@ -64,7 +65,7 @@ WANTED = [Request(prompt, 6 + 3 * number, Sampling(0), frozenset([EOS])) for num
 
 
 def run(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int, vpp: int) -> Any:
-    """(tokens of all requests in a running batch, beams, scores, one beside another in padding) on rank 0."""
+    """(tokens of all requests in a running batch, of each alone, beams, scores, one beside another in padding) on rank 0."""
     checkpoint = open_checkpoint(directory)
     config = checkpoint.config
     layers = split_layers(config.layer_count, pp, vpp, LayerSplit())
@@ -79,11 +80,12 @@ def run(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int, vpp: int
         grid.close()
         return None
     answers = [answer.tokens for answer in generate(model, WANTED)]
+    alone = [generate(model, [wanted])[0].tokens for wanted in WANTED]
     beams = beam_search(model, PROMPTS[0], BEAMS)
     scores = model.score(PROMPTS, 2)
     model.close()
     grid.close()
-    return answers, beams, scores
+    return answers, alone, beams, scores
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -94,21 +96,35 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, directory, expected(model)
 
 
-def expected(model: Any) -> tuple[list[list[int]], list[Beam], list[Scored]]:
-    greedy = []
-    for wanted in WANTED:
-        found = model.generate(
-            torch.tensor([wanted.prompt]), attention_mask=torch.ones(1, len(wanted.prompt)), do_sample=False,
-            max_new_tokens=wanted.max_tokens, pad_token_id=0,
-        )  # fmt: skip
-        greedy.append(found[0, len(wanted.prompt) :].tolist())
-    return greedy, beam_search(slots_of(model), PROMPTS[0], BEAMS), slots_of(model).score(PROMPTS, 2)
+Expected = tuple[list[list[int]], list[Beam], list[Scored]]
 
 
-def compare(found: Any, wanted: tuple[list[list[int]], list[Beam], list[Scored]]) -> None:
-    answers, beams, scores = found
-    assert answers == wanted[0]
-    assert [beam.tokens for beam in beams] == [beam.tokens for beam in wanted[1]]
+def expected(model: Any) -> Expected:
+    """What transformers generates, greedily and by beams, and how likely rows are."""
+    greedy = [continued(model, wanted.prompt, max_new_tokens=wanted.max_tokens)[0][0] for wanted in WANTED]
+    rows, scores = continued(
+        model, PROMPTS[0], max_new_tokens=BEAMS.max_tokens, num_beams=BEAMS.width, num_return_sequences=BEAMS.width,
+        length_penalty=BEAMS.length_penalty, eos_token_id=list(BEAMS.stop_ids),
+    )  # fmt: skip
+    beams = [Beam(tuple(row), score) for row, score in zip(rows, scores, strict=True)]
+    return greedy, beams, slots_of(model).score(PROMPTS, 2)
+
+
+def continued(model: Any, prompt: tuple[int, ...], **settings: Any) -> tuple[list[list[int]], list[float]]:
+    found = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, pad_token_id=0,
+        output_scores=True, return_dict_in_generate=True, **settings,
+    )  # fmt: skip
+    scores = found.sequences_scores.tolist() if "sequences_scores" in found else []
+    return found.sequences[:, len(prompt) :].tolist(), scores
+
+
+def compare(found: Any, wanted: Expected) -> None:
+    answers, alone, beams, scores = found
+    assert answers == alone == wanted[0]
+    for beam, theirs in zip(beams, wanted[1], strict=True):
+        assert beam.tokens == theirs.tokens[: len(beam.tokens)]
+        assert set(theirs.tokens[len(beam.tokens) :]) <= {0, EOS}  # padding
     assert [beam.score for beam in beams] == pytest.approx([beam.score for beam in wanted[1]], abs=1e-4)
     for mine, theirs in zip(scores, wanted[2], strict=True):
         torch.testing.assert_close(mine.log_probs, theirs.log_probs, atol=1e-4, rtol=1e-4)
@@ -126,15 +142,19 @@ LAYOUTS = {
     "tp2": (2, 1, 1, 1, 1), "pp2": (1, 2, 1, 1, 1), "tp2 pp2": (2, 2, 1, 1, 1), "pp2 vpp2": (1, 2, 1, 1, 2),
     "dp2": (1, 1, 2, 1, 1), "ep2": (1, 1, 2, 2, 1), "tp2 ep2": (2, 1, 1, 2, 1),
 }  # fmt: skip
-QUICK = {("qwen3", "tp2 pp2"), ("mixtral", "tp2 ep2")}
+WITH_EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss")
+FITTING = [
+    (name, layout) for name in MODELS for layout, sizes in LAYOUTS.items() if sizes[3] == 1 or name in WITH_EXPERTS
+]
+"""Experts are shared out where there are any."""
+QUICK = {("qwen3", "tp2 pp2"), ("mixtral", "tp2 ep2"), ("mixtral", "ep2")}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "layout"), FITTING, indirect=["saved"])
 def test_every_layout_generates_what_transformers_does(layout: str, saved: tuple[str, Path, Any], world: World) -> None:
-    name, directory, wanted = saved
+    _, directory, wanted = saved
     sizes = LAYOUTS[layout]
-    if sizes[3] > 1 and name not in ("mixtral", "deepseek_v3", "gpt_oss"):
-        pytest.skip("the model has no experts to share")
     compare(world.run(sizes[0] * sizes[1] * sizes[2], run, directory, *sizes)[0], wanted)
 
 
@@ -145,3 +165,48 @@ def test_sharded_models_generate_what_transformers_does(name: str, layout: str, 
     model.save_pretrained(tmp_path)
     sizes = LAYOUTS[layout]
     compare(world.run(sizes[0] * sizes[1] * sizes[2], run, tmp_path, *sizes)[0], expected(model))
+
+
+def passes(rank: int, directory: Path, ep: int) -> list[int]:
+    """Rows that this rank computed of five that are scored and of four that are generated, in the order of its passes."""
+    checkpoint = open_checkpoint(directory)
+    layout = Layout(1, 1, 1, ep, stage_layers=split_layers(checkpoint.config.layer_count, 1, 1, LayerSplit()))
+    grid = make_grid(layout, 2, torch.device("cpu"), experts=checkpoint.config.experts.count > 0)
+    engine = Engine(checkpoint.config, grid, ModelOptions(dtype="float32", trains=False), None)
+    load_weights(engine, checkpoint.tensors)
+    model, found, last_stage = EngineModel(engine, 3, LENGTH), [], engine.last_stage
+
+    def counted(batch: Any, cache: Any = None) -> Any:
+        found.append(len(batch.tokens))
+        return last_stage(batch, cache)
+
+    engine.last_stage = counted  # type: ignore[method-assign]
+    if rank:
+        model.follow()
+    else:
+        model.score([*PROMPTS, PROMPTS[0]])
+        generate(model, [Request((3, 9, number), 2, Sampling(0)) for number in range(4)])
+        model.close()
+    grid.close()
+    return found
+
+
+def test_data_parallel_ranks_share_rows(tmp_path: Path, world: World) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    assert world.run(2, passes, tmp_path, 1) == [[3, 2, 2], [2, 2, 2]]
+
+
+def test_context_parallelism_is_refused(tmp_path: Path, world: World) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    assert all("context parallelism" in said for said in world.run(2, at_context_parallelism, tmp_path))
+
+
+def at_context_parallelism(rank: int, directory: Path) -> str:
+    checkpoint = open_checkpoint(directory)
+    layers = split_layers(checkpoint.config.layer_count, 1, 1, LayerSplit())
+    grid = make_grid(Layout(1, 1, 1, 1, stage_layers=layers), 1, torch.device("cpu"), cp=2)
+    engine = Engine(checkpoint.config, grid, ModelOptions(dtype="float32", trains=False), None)
+    with pytest.raises(LayoutError) as refused:
+        EngineModel(engine, 1, LENGTH)
+    grid.close()
+    return str(refused.value)

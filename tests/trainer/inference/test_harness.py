@@ -1,6 +1,7 @@
 """Tasks of lm-eval give with our model what they give with lm-eval's own `hf` model on the same weights."""
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_lite.inference.opening import open_model
 from megatron_lite.loop import launch
 from megatron_lite.settings.config import Parallel
 from tests.trainer.inference.conversations import save
+from tests.trainer.loop.launches import launch as launch_ranks
 
 pytestmark = pytest.mark.oracle
 
@@ -103,6 +105,36 @@ def test_every_answer_is_that_of_lm_evals_own_model(model: Path, tasks: Path, mo
         assert flattened(mine) == [
             pytest.approx(value, abs=1e-4) if isinstance(value, float) else value for value in flattened(expected)
         ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", "--tp 1"])
+def test_every_layout_measures_what_lm_evals_own_model_does(
+    layout: str, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two processes; at TP 1 they share the rows."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    words = f"evaluate --load {model} --lm-eval choice rolling answer --include-path {tasks} --output out.json {layout}"
+    running = launch_ranks(tmp_path / "run", 2, words, offline)
+    assert running.wait() == [0, 0], running.logs()
+    found = json.loads((tmp_path / "run" / "out.json").read_text())["results"]
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    theirs = HFLM(str(model), dtype="float32", device="cpu", batch_size=2, max_length=96)
+    expected = simple_evaluate(
+        model=theirs, tasks=["choice", "rolling", "answer"], task_manager=TaskManager(include_path=str(tasks)), bootstrap_iters=0
+    )["results"]  # fmt: skip
+    assert set(found) == set(expected)
+    for task, measures in expected.items():
+        numbers = {name: value for name, value in measures.items() if isinstance(value, float)}
+        assert numbers
+        assert {name: found[task][name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
+
+
+def offline(rank: int) -> None:
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
 def flattened(value: Any) -> list[Any]:

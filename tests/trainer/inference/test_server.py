@@ -1,14 +1,8 @@
 """The server from outside: the official client, plain requests, many at a time, and its end."""
 
-import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,62 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.inference.server import command
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
+from tests.trainer.inference.serving import KEY, Serving, opened, ranks
+from tests.trainer.inference.storms import judge, mixed, storm
 
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason=f"{package} is not installed (extra `serve`)")
 
 pytestmark = pytest.mark.oracle
-
-KEY = "a key"
-
-
-class Serving:
-    def __init__(self, directory: Path, *flags: str, world: int = 1) -> None:
-        words = ["-m", "megatron_lite", "serve", "--load", str(directory), "--port", "0", "--api-key", KEY, *flags]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-        starts = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
-        self.process = subprocess.Popen(
-            [sys.executable, *starts, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "serving" in line, self.process.communicate()
-        self.url = line.split()[3].rstrip(",")
-
-    def ask(self, route: str, body: Any = None, *, method: str | None = None, key: str = KEY) -> tuple[int, Any]:
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + route, data, {"Authorization": f"Bearer {key}"}, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, _parsed(response.read())
-        except urllib.error.HTTPError as error:
-            return error.code, _parsed(error.read())
-
-    def end(self) -> tuple[int, str]:
-        """Status and errors after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            _, errors = self.process.communicate(timeout=60)
-        finally:
-            self.process.kill()
-        return self.process.returncode, errors
-
-    def metric(self, name: str) -> float:
-        _, text = self.ask("/metrics")
-        return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"megatron_lite_{name} ")))
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body.decode()
 
 
 @pytest.fixture(scope="module")
@@ -195,37 +143,9 @@ def test_what_cannot_be_answered_is_refused(serving: Serving, route: str, body: 
 def test_good_requests_among_bad_ones_and_clients_that_leave_are_all_answered(
     serving: Serving, model: tuple[Path, Any]
 ) -> None:
-    prompts = [f"number {number}" for number in range(16)]
-    wanted = [expected(model, prompt, 10) for prompt in prompts]
-
-    async def all_at_once() -> list[Any]:
-        good = [
-            asyncio.to_thread(serving.ask, "/v1/completions", {"prompt": prompt, "max_tokens": 10, "temperature": 0})
-            for prompt in prompts
-        ]
-        bad = [asyncio.to_thread(serving.ask, *BAD[number][:2]) for number in (0, 2, 4)]
-        leaving = [asyncio.to_thread(leave, serving, stream=bool(number % 2)) for number in range(6)]
-        return await asyncio.gather(*good, *bad, *leaving)
-
-    found = asyncio.run(all_at_once())
-    assert [answer["choices"][0]["text"] for _, answer in found[:16]] == wanted
-    assert [status for status, _ in found[16:19]] == [400] * 3
-    end = time.monotonic() + 20
-    while serving.metric("requests_running") + serving.metric("requests_waiting") and time.monotonic() < end:
-        time.sleep(0.2)
-    assert serving.metric("requests_running") == serving.metric("requests_waiting") == 0
-
-
-def leave(serving: Serving, *, stream: bool) -> None:
-    """Ask for a long answer and go away."""
-    import socket
-
-    host, port = serving.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "go on", "max_tokens": 85, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + body)
-        time.sleep(0.05)
+    shots = mixed(opened(model[0]), 30)
+    judge(shots, storm(serving, shots))
+    serving.settle()
 
 
 def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
@@ -234,13 +154,11 @@ def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
     assert "room for 63" in said["error"]["message"]
 
 
-def ranks(torchrun: int) -> dict[int, int]:
-    """Processes by rank."""
-    found = {}
-    for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
-        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        found |= {int(word.removeprefix("RANK=")): int(pid) for word in words if word.startswith("RANK=")}
-    return found
+def test_an_address_that_is_taken_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert command.main(["--load", "nowhere", "--port", port]) == 2
+    assert capsys.readouterr().err.endswith(f"--port {port} can't be had: Address already in use\n")
 
 
 @pytest.mark.slow

@@ -32,6 +32,14 @@ DEEPSEEK = (
     "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 1"
 ).replace("--group-query-attention --num-query-groups 2 ", "")
 
+MASKED = Path(__file__).parents[1] / "fixtures" / "masked"
+"""Sentences."""
+BERT = (
+    f"--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --no-bias-gelu-fusion --split 80,15,5 "
+    f"--data-path {MASKED}/corpus_text_sentence --vocab-file {MASKED}/vocab.txt --global-batch-size 4 --lr 1e-3 --log-interval 1 "
+    "--eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1"
+)
+
 _context: Any = get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"])
 

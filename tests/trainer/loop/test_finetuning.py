@@ -71,8 +71,8 @@ def test_what_is_cut_and_dropped_is_said(tmp_path: Path) -> None:
     log = train(
         tmp_path, 1, command.replace("--vocab-size 60", "--vocab-size 59").replace("batch-size 4", "batch-size 1")
     ).log(0)
-    assert "warning: 1 examples are longer than --seq-length 16 and were cut" in log
-    assert "warning: 1 examples were dropped: nothing to learn is left of them" in log
+    assert "warning: 1 example is longer than --seq-length 16 and was cut" in log
+    assert "warning: 1 example was dropped: nothing to learn is left of it" in log
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_packed_examples_have_the_losses_of_each_alone() -> None:
     def losses(members: list[int]) -> tuple[float, float, int]:
         dataset = FinetuneDataset(pieces, np.array(members), 16, None, 0)
         batch = GlobalBatches(dataset, 1, 0, 1, 61).at(0, len(dataset))
-        return *engine.evaluate(feeder.microbatches(batch)), len(dataset)
+        return *engine.evaluate(feeder.microbatches(batch))["loss"], len(dataset)
 
     packed, counted, samples = losses(list(range(12)))
     alone = [losses([number])[:2] for number in range(12)]

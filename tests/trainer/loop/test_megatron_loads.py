@@ -10,7 +10,7 @@ import pytest
 import megaconv
 from formats import torch_zip
 from tests.megatron_oracle import Megatron
-from tests.trainer.loop.launches import LLAMA, MIXTRAL, TIED, train
+from tests.trainer.loop.launches import BERT, LLAMA, MIXTRAL, TIED, train
 
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
@@ -20,8 +20,8 @@ DP2 = "--use-distributed-optimizer --tensor-model-parallel-size 2"
 
 @pytest.mark.parametrize(
     ("model", "words", "tp"),
-    [(LLAMA, TP2_PP2, 1), pytest.param(TIED, DP2, 2, marks=pytest.mark.slow)],
-    ids=["untied", "tied"],
+    [(LLAMA, TP2_PP2, 1), (BERT, TP2_PP2, 1), pytest.param(TIED, DP2, 2, marks=pytest.mark.slow)],
+    ids=["untied", "bert", "tied"],
 )
 def test_megatron_core_loads_weights_and_optimizer_strictly(model: str, words: str, tp: int, tmp_path: Path) -> None:
     """Saved at TP2 PP2, or TP2 DP2 with a distributed optimizer; loaded at TP1 and TP2. Without a warm-up, while the rate falls."""

@@ -52,6 +52,7 @@ MODELS = {
     "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
     "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
     "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
+    "further tokens": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2}),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }

@@ -8,21 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+import megaconv
 from megaconv.engine.stream import as_lazy
+from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import from_fields
+from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import Layout
-from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.checkpoint.weights import init_weights, load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.bert import SWAPPED
+from megatron_lite.models.bert import SWAPPED, Bert
+from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.test_mixtures import canonical
 from tests.trainer.parallel.worlds import World
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+CHECKPOINTS = Path(__file__).parents[2] / "fixtures"
 EXPECTED: dict[str, Any] = json.loads((FIXTURES / "bert" / "expected.json").read_text())
 CONFIG = from_fields(
     "bert",
@@ -30,7 +37,7 @@ CONFIG = from_fields(
         "layers.count": 2, "hidden": 32, "attention.heads": 4, "attention.kv_heads": 4, "attention.head_dim": 8, "mlp.ffn": 64,
         "mlp.activation": "gelu", "mlp.bias": True, "attention.qkv_bias": True, "attention.o_bias": True, "norm.kind": "LayerNorm",
         "norm.epsilon": 1e-5, "mlp.gated": False, "vocab": 176, "max_positions": 64, "positions.kind": "learned",
-        "tie_embeddings": True, "token_types": 2, "head.bias": True, "head.binary": True, "head.activation": "gelu",
+        "tie_embeddings": True, "token_types": 2, "head.binary": True, "head.activation": "gelu",
     },
 )  # fmt: skip
 
@@ -126,3 +133,48 @@ def test_ten_steps_at_a_layout_are_megatron_cores_in_one_process(case: Case, wor
 def test_ten_steps_at_further_layouts(case: Case, world: World) -> None:
     for found in world.run(case.world, train, case):
         compare(found)
+
+
+def answers(place: Path, tokens: Tensor, types: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits of words [batch, sequence, vocabulary], of the order of two parts [batch, 2]) of a checkpoint, in one process."""
+    source = megaconv.open(place)
+    layout = Layout(stage_layers=(source.config.layer_count,))
+    engine = Engine(source.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None)
+    load_weights(engine, source.tensors)
+    batch = Microbatch(tokens, tokens, types=types, visible=visible.bool())
+    logits, last = engine.logits(batch), engine.last_stage(batch)
+    assert logits is not None
+    assert last is not None
+    network, hidden = last
+    assert isinstance(network, Bert)
+    assert network.pooler is not None
+    assert network.binary_head is not None
+    return logits, network.binary_head(network.pooler(hidden)).detach()
+
+
+@pytest.mark.parametrize("name", ["core-bert-tp2pp2/checkpoint", "dist-bert-tp2pp2"])
+def test_logits_of_megatrons_own_checkpoints_are_its_own(name: str) -> None:
+    place = CHECKPOINTS / name
+    asked = load_file(CHECKPOINTS / name.partition("/")[0] / "logits.safetensors")
+    tokens = asked["input_ids"]
+    types, visible = asked.get("token_type_ids", tokens * 0), asked.get("attention_mask", tokens * 0 + 1)
+    logits, order = answers(place, tokens, types, visible)
+    shown = visible.bool()
+    assert torch.allclose(logits[shown], asked["logits"][shown][:, : logits.shape[-1]], atol=1e-5)
+    assert torch.allclose(order, asked["binary_logits"], atol=1e-5)
+
+
+def test_without_a_binary_head_there_is_one_loss() -> None:
+    config = changed(CONFIG, {"head.binary": False, "token_types": 0})
+    options = ModelOptions("float32", vocab_divisor=1)
+    engine = Engine(config, make_grid(Layout(stage_layers=(2,)), 1, torch.device("cpu")), options, OptimizerOptions())
+    init_weights(engine, 0.02, 1)
+    report = engine.train_step(own_batches(engine, 0), 1e-3)
+    assert report.loss == pytest.approx(np.log(config.vocab), rel=0.02)
+    assert report.others == {}
+
+
+def test_the_original_bert_is_refused_by_what_it_does() -> None:
+    config = changed(CONFIG, {"norm.place": "after_sum"})
+    with pytest.raises(NotExpressible, match="norms of the sums of each sublayer, as the original BERT"):
+        make_plan(config, Layout(stage_layers=(2,)), ModelOptions(), TensorGroup())

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megaconv.errors import LayoutError
-from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
 from megatron_lite.models import across
 from megatron_lite.models.across import blocks_of
@@ -21,7 +20,6 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import CONTEXT, Balancing, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case, batches, make_engine, saved_bytes, train
-from tests.trainer.parallel.test_contract import FEATURES
 from tests.trainer.parallel.test_layouts import compare
 from tests.trainer.parallel.worlds import World
 
@@ -43,24 +41,39 @@ def test_parts_are_megatrons_and_make_the_whole_again(size: int) -> None:
 
 
 @pytest.mark.parametrize("documents", [None, ((3, 9, 12), (24,)), ((24,), (1, 1, 14, 8))])
+@pytest.mark.parametrize("window", [None, 1, 5, 13])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_pair_of_a_query_and_a_key_that_it_sees_is_in_one_block(
-    size: int, documents: tuple[tuple[int, ...], ...] | None
+    size: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None
 ) -> None:
     packed = None if documents is None else Packed(documents, CPU)
     places, half = torch.arange(24), 24 // (2 * size)
     found = torch.zeros(2, 24, 24, dtype=torch.int64)
     for rank, source in product(range(size), repeat=2):
         queries, keys = (member(at, size).own_part(places, 0) for at in (rank, source))
-        for rows, of_q, of_k, causal in blocks_of(member(rank, size), source, half, packed):
+        for rows, of_q, of_k, causal, ahead in blocks_of(member(rank, size), source, half, packed, window):
             seen = queries[of_q][:, None] >= keys[of_k] if causal else torch.ones(1, 1, dtype=torch.bool)
+            if ahead is not None:
+                assert ahead == queries[of_q][0] - keys[of_k][0]
+                seen = across._visible(queries[of_q].float(), keys[of_k], (ahead, window)) == 0  # type: ignore[operator]
+                assert seen.any(1).all(), "a query without a key would have no softmax"
+                sizes = across._window_size(queries[of_q], keys[of_k], (ahead, window))  # type: ignore[arg-type]
+                assert torch.equal(flash_sees(*seen.shape, **sizes), seen)
             for row in range(2)[rows]:
                 found[row, queries[of_q][:, None], keys[of_k]] += seen.long()
     lengths = [torch.tensor(row) for row in documents or ((24,), (24,))]
     number = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in lengths])
     same = number[:, :, None] == number[:, None, :]
-    assert torch.equal(found.bool(), same & (places[:, None] >= places))
+    back = places[:, None] - places
+    assert torch.equal(found.bool(), same & (back >= 0) & (back < (window or 24)))
     assert found.max() == 1
+
+
+def flash_sees(queries: int, keys: int, window_size_left: int, window_size_right: int) -> torch.Tensor:
+    """Flash attention's rule: key j for query i where i + shift - left <= j <= i + shift + right; less than 0 would be no bound."""
+    assert min(window_size_left, window_size_right) >= 0
+    back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    return (back <= window_size_left) & (back >= -window_size_right)
 
 
 def test_every_rank_has_as_much_to_do() -> None:
@@ -133,7 +146,7 @@ def attended(
 @pytest.mark.parametrize("how", CONTEXT)
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_its_gradients_are_those_of_one_process(how: str, packed: bool, world: World) -> None:
-    for window, sinks in ((None, True), (5, False)) if how == "a2a" else ((None, False), (None, True)):
+    for window, sinks in ((None, False), (None, True), (5, False), (5, True)):
         arguments = {"packed": packed, "window": window, "value": 6, "sinks": sinks}
         expected = attended(0, 1, how, **arguments)  # type: ignore[arg-type]
         for found in world.run(2, attended_by, 2, how, arguments):
@@ -149,6 +162,7 @@ def how(word: str) -> tuple[tuple[str, Any], ...]:
     return (("context", word),)
 
 
+BALANCED = Balancing((("aux_loss", 0.1), ("seq_aux_loss", 0.1)), z_loss=0.01)
 COVERING = [
     Case("qwen3", cp=2, tp=2, sequence_parallel=True, recompute=FULL, options=how("p2p")),
     Case("gpt2", cp=2, pp=2, vpp=2, distributed=True, options=how("all_gather")),
@@ -156,7 +170,9 @@ COVERING = [
     Case("qwen3", cp=4, options=how("p2p")),
     Case("mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")),
     Case("deepseek_v3", cp=2, options=how("p2p")),
-    Case("gpt_oss", cp=2, options=how("a2a")),
+    Case("gpt_oss", cp=2, options=how("all_gather")),
+    Case("mixtral", cp=2, options=(*how("p2p"), ("balance", BALANCED))),
+    Case("further tokens", cp=2, pp=2, options=how("p2p")),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)
@@ -252,12 +268,10 @@ def test_logits_are_those_of_the_whole_sequence(world: World) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-WINDOW = changed(MODELS["qwen3"], {"layers.window": 5})
 REFUSED = [
     ("qwen3", {"world": 6, "cp": 4}, {}, "6 processes can't be divided over tp x cp x pp = 1 x 4 x 1 = 4"),
     ("qwen3", {"world": 2, "sequence": 18}, {}, "cuts 18 tokens into 2 x cp = 2 x 2 blocks; take .* multiple of 4"),
     ("qwen3", {"world": 4, "cp": 4}, {"context": "a2a"}, "kv_heads = 2 can't be divided over tp x cp = 1 x 4 = 4"),
-    ("a window", {"world": 2}, {}, "a window of 5 tokens with context parallelism needs --cp-comm-type a2a"),
     ("qwen3", {"world": 2}, {"attention_dropout": 0.1}, r"dropout of attention weights \(0.1\)"),
 ]  # fmt: skip
 
@@ -266,20 +280,7 @@ REFUSED = [
 def test_what_can_not_be_is_refused_with_the_arithmetic(
     model: str, sizes: dict[str, int], options: dict[str, Any], said: str
 ) -> None:
-    config = WINDOW if model == "a window" else MODELS[model]
+    config = MODELS[model]
     arguments = {"world": 2, "sequence": 16, "microbatches": 4, "cp": 2, **sizes}
     with pytest.raises(LayoutError, match=said):
         check_sizes(config, Layout(stage_layers=(4,)), options=ModelOptions(**options), **arguments)
-
-
-def test_a_model_that_predicts_further_tokens_is_refused() -> None:
-    """Their labels are other ranks'."""
-    model = changed(FEATURES["deepseek_v3"], {"mtp_layers": 1})
-    with pytest.raises(LayoutError, match="layers that predict further tokens"):
-        check_sizes(model, Layout(stage_layers=(4,)), 2, ModelOptions(), 16, 1, 2)
-
-
-def test_losses_that_balance_experts_are_refused() -> None:
-    options = ModelOptions(balance=Balancing(losses=(("aux_loss", 1e-2),)))
-    with pytest.raises(LayoutError, match="losses that balance experts"):
-        check_sizes(FEATURES["mixtral"], Layout(stage_layers=(4,)), 2, options, 16, 1, 2)

@@ -15,13 +15,15 @@ from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
 from megatron_lite.models.chunk import ModelChunk
-from megatron_lite.models.plan import TRAINED, make_plan
+from megatron_lite.models.networks import NETWORKS
+from megatron_lite.models.plan import NETWORKS_OF_THEIR_OWN, TRAINED, make_plan
 from megatron_lite.models.rotary import Rotary
 from megatron_lite.models.table import table
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.parallel.kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
 from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
@@ -134,6 +136,7 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
 def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
+    assert set(NETWORKS) == set(NETWORKS_OF_THEIR_OWN) == set(OF_THEIR_OWN)
     oracles = {variant.model_type.removesuffix("_text") for variant in (VARIANTS | MIXTURES).values()}
     assert set(TRAINED) <= oracles
 
@@ -143,11 +146,11 @@ def test_the_documentation_lists_what_can_be_trained() -> None:
         (text.splitlines()) for text in (table(), (ROOT / "docs" / "trainer-models.md").read_text("utf-8"))
     )
     trained = [line.removesuffix(" yes |") for line in found if line.endswith("| yes |")]
-    assert len(trained) == len(TRAINED)
+    assert len(trained) == len(TRAINED) + len(NETWORKS)
     assert [line for line in listed if line.startswith("| ")] == ["| family | architectures |", *trained]
 
 
-@pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED)))
+@pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED) - set(NETWORKS)))
 def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> None:
     model = replace(MODELS["qwen3"], family=family)
     with pytest.raises(NotExpressible, match=f"a {family} can't be trained yet"):
@@ -219,7 +222,7 @@ def test_a_sequence_longer_than_learned_positions_is_refused() -> None:
 
 
 def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
-    with pytest.raises(LayoutError, match="= 2, but there are 1 processes"):
+    with pytest.raises(LayoutError, match="= 2, but there is 1 process"):
         make_grid(Layout(2, 1, 1, stage_layers=(4,)), 1, torch.device("cpu"))
 
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaconv.errors import LayoutError
+from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.fields import fields_of, from_fields
+from megaconv.model.layout import Layout
 from megatron_lite.models.fp8 import delayed_products
+from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel.fp8 import KINDS, DelayedProduct
 from megatron_lite.parallel.product import PLAIN
-from megatron_lite.settings.options import FP8
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.settings.options import FP8, ModelOptions
 from tests.trainer.parallel.small import MODELS, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
 
@@ -114,6 +117,13 @@ def test_layers_at_both_ends_stay_in_bf16_where_asked_for() -> None:
     assert [DelayedProduct in found for found in kinds] == [False, True, False, False]
     assert chunk.output_layer is not None
     assert not hasattr(chunk.output_layer, "product")
+
+
+def test_a_network_of_its_own_is_not_taken_for_a_decoder() -> None:
+    with pytest.raises(NotExpressible, match="--fp8-format is for decoders; a bert is computed in bf16"):
+        make_plan(
+            replace(MODELS["gpt2"], family="bert"), Layout(stage_layers=(4,)), ModelOptions(fp8=FP8()), TensorGroup()
+        )
 
 
 def test_matrices_whose_sides_are_no_multiples_are_refused_by_name() -> None:

@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_microbatches() -> None:
     case = Case("qwen3")
     engine = make_engine(case)
     own = list(batches(case, 0))
-    loss_sum, tokens = engine.evaluate(own)
+    loss_sum, tokens = engine.evaluate(own)["loss"]
     report = engine.train_step(own, 0.0)
     assert report.tokens == tokens == sum(float(batch.loss_mask.sum()) for batch in own if batch.loss_mask is not None)
     assert report.loss == pytest.approx(loss_sum / tokens, rel=1e-12)
@@ -182,7 +182,7 @@ def weights_after_steps(_rank: int, case: Case, overlap: bool) -> dict[str, torc
 
 def evaluated(_rank: int, case: Case, count: int) -> tuple[float, float]:
     engine = make_engine(case)
-    found = engine.evaluate(own_batches(case, 0, engine)[:count])
+    found = engine.evaluate(own_batches(case, 0, engine)[:count])["loss"]
     engine.grid.close()
     return found
 

@@ -12,9 +12,10 @@ import torch
 from megaconv.errors import CheckpointError, LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.loop.launch import start
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.arguments import NOT_YET, REFUSED, WITHOUT_EFFECT, flag_table, make_parser, parse
 from megatron_lite.settings.config import Parallel, flags
+from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes, work_out
 
@@ -123,6 +124,19 @@ EXAMPLES_OF_MEGATRON = {
         profile-step-start profile-step-end ckpt-format distributed-timeout-minutes save load tensorboard-dir
         fp8-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
         """,
+    "bert 340M": """
+        num-layers hidden-size num-attention-heads seq-length max-position-embeddings attention-backend micro-batch-size
+        global-batch-size train-iters weight-decay clip-grad fp16 lr lr-decay-iters lr-decay-style min-lr lr-warmup-fraction
+        tensor-model-parallel-size pipeline-model-parallel-size data-path vocab-file split log-interval save-interval
+        eval-interval save load eval-iters tensorboard-dir
+        """,
+    "t5 220M": """
+        encoder-num-layers decoder-num-layers hidden-size num-attention-heads kv-channels ffn-hidden-size encoder-seq-length
+        decoder-seq-length max-position-embeddings micro-batch-size global-batch-size lr train-iters lr-decay-iters
+        lr-decay-style min-lr weight-decay lr-warmup-fraction clip-grad bf16 vocab-extra-ids init-method-std
+        transformer-impl tensor-model-parallel-size pipeline-model-parallel-size attention-backend data-path vocab-file
+        tokenizer-type split log-interval tensorboard-dir save-interval eval-interval eval-iters distributed-backend save load
+        """,
     "mixtral 8x7B": """
         use-mcore-models disable-bias-linear seq-length max-position-embeddings num-layers hidden-size ffn-hidden-size
         num-attention-heads init-method-std attention-dropout hidden-dropout normalization position-embedding-type swiglu
@@ -135,13 +149,101 @@ EXAMPLES_OF_MEGATRON = {
         tensorboard-dir no-load-optim no-load-rng
         """,
 }
-"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama and examples/mixtral."""
+"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama, examples/bert, examples/t5 and examples/mixtral."""
 
 
 @pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
 def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
     known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED)
     assert not {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known
+
+
+BERT = "--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --train-iters 1"
+
+
+def test_a_bert_is_described_by_megatrons_flags() -> None:
+    config = model_from_flags(settings(BERT), 100)
+    assert (config.family, config.token_types, config.head.binary, config.max_positions) == ("bert", 2, True, 64)
+    assert (config.mlp.activation, config.head.activation) == ("gelu_tanh", "gelu")
+    config = model_from_flags(settings(f"{BERT} --bert-no-binary-head --no-bias-gelu-fusion"), 100)
+    assert (config.token_types, config.head.binary, config.mlp.activation) == (0, False, "gelu")
+    with pytest.raises(UsageError, match="--bert-no-binary-head False contradicts the checkpoint ckpt, which has True"):
+        check_against(settings("--bert-no-binary-head false"), config, {}, "ckpt")
+    with pytest.raises(UsageError, match="--model-type gpt contradicts the checkpoint, which is a bert"):
+        model_type(settings("--model-type gpt"), config)
+
+
+T5 = (
+    "--model-type t5 --hidden-size 32 --num-attention-heads 4 --encoder-seq-length 64 --decoder-seq-length 32 --train-iters 1 "
+    "--max-position-embeddings 64"
+)
+
+
+def t5_sizes(text: str, world: int) -> Sizes:
+    found = settings(f"{T5} {text}")
+    return work_out(found, model_from_flags(found, 100), ModelOptions(), world)
+
+
+def test_a_t5_is_described_by_megatrons_flags() -> None:
+    config = model_from_flags(settings(f"{T5} --encoder-num-layers 2 --decoder-num-layers 2"), 100)
+    assert (config.family, config.encoder.layers, config.layer_count, config.max_positions) == ("t5", 2, 2, 64)
+    assert (config.head.bias, config.tie_embeddings, config.norm.final) == (True, True, True)
+    local = model_from_flags(settings(f"{T5} --num-layers 2 --transformer-impl local"), 100)
+    assert not local.norm.final
+    found = t5_sizes("--num-layers 2", 1)
+    assert (found.seq, found.decoder_seq, found.layout.split_rank) == (64, 32, 0)
+    check_against(settings("--encoder-num-layers 2"), config, {}, "ckpt")
+    with pytest.raises(UsageError, match="--encoder-num-layers 3 contradicts the checkpoint ckpt, which has 2"):
+        check_against(settings("--encoder-num-layers 3"), config, {}, "ckpt")
+
+
+@pytest.mark.parametrize(
+    "words", ["--pp 4 --pipeline-model-parallel-split-rank 2", "--pp 2 --encoder-pipeline-model-parallel-size 2"]
+)
+def test_either_of_megatrons_ways_shares_out_the_stages_of_a_t5(words: str) -> None:
+    layout = t5_sizes(f"--num-layers 2 {words}", 4).layout
+    assert (layout.pp, layout.encoder_stage_layers, layout.stage_layers) == (4, (1, 1), (0, 0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-layers 2 --pp 2", "pp = 2: no stage has layers of both stacks of a T5; --pipeline-model-parallel-split-rank N"),
+        ("--num-layers 2 --pp 2 --num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank can't be had"),
+        ("--num-layers 3 --pp 4 --pipeline-model-parallel-split-rank 2", "layers of the encoder = 3 can't be divided"),
+        ("--num-layers 2 --decoder-num-layers 3", "gives a T5's decoder as many layers as its encoder; give one number"),
+        ("--num-layers 2 --seq-length 63", "--seq-length 63 and --encoder-seq-length 64 are the same length"),
+        ("--num-layers 2 --decoder-seq-length 65", "a sequence of 65 tokens is longer than the model's 64 positions"),
+    ],
+)  # fmt: skip
+def test_a_t5_that_can_not_be_shared_out_is_refused(words: str, message: str) -> None:
+    with pytest.raises((UsageError, LayoutError), match=re.escape(message)):
+        t5_sizes(words, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model-type t5 --cp 2", "--context-parallel-size has no part in a t5: it has 1 alone"),
+        ("--model-type t5 --num-experts 4", "--num-experts has no part in a t5: its layers have plain attention"),
+        ("--model-type t5 --lora-rank 4", "--lora-rank has no part in a t5: adapters are for decoders so far"),
+        ("--model-type t5 --finetune-data x", "--finetune-data has no part in a t5: examples are for models"),
+        ("--vocab-extra-ids 5", "--vocab-extra-ids has no part in a gpt: it is about another --model-type"),
+        ("--model-type bert --decoder-seq-length 5", "--decoder-seq-length has no part in a bert"),
+        ("--model-type bert --cp 2", "--context-parallel-size has no part in a bert: it has 1 alone"),
+        ("--model-type bert --num-experts 4", "--num-experts has no part in a bert: its layers have plain attention"),
+        ("--model-type bert --reset-attention-mask", "--reset-attention-mask has no part in a bert: its samples are"),
+        ("--model-type bert --lora-rank 4", "--lora-rank has no part in a bert: adapters are for decoders so far"),
+        ("--model-type bert --position-embedding-type rope", "it has learned_absolute alone"),
+        ("--model-type bert --mock-data", "there are no random sentences; give --data-path"),
+        ("--mask-prob 0.2", "--mask-prob has no part in a gpt: it is about another --model-type"),
+        ("--bert-no-binary-head", "--bert-no-binary-head has no part in a gpt"),
+    ],
+)
+def test_flags_that_a_kind_of_model_has_no_use_for_are_refused_by_name(words: str, message: str) -> None:
+    asked = settings(words)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_kind(asked, model_type(asked, None))
 
 
 def test_parallel_sizes_have_short_flags() -> None:

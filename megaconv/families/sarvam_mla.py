@@ -1,0 +1,64 @@
+"""Sarvam's models with experts and latent attention (105B): DeepSeek V3's tensors, q made directly. In no transformers release."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.families import Family
+from megaconv.families.deepseek_v3 import UNPREDICTING, latent_heads
+from megaconv.families.glm4_moe import SIGMOID
+from megaconv.families.llama import IGNORED
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys, rope
+from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.keys import Fields, Keys, Raw
+from megaconv.model.config import ModelConfig
+
+_OWN_WORD = "deepseek_yarn"
+_USUAL = {
+    **{"rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "original_max_position_embeddings": 4096,
+}
+"""What the class takes rope for where config.json doesn't mention it."""
+_ROPE = rope(10000.0, _USUAL)
+
+
+def _renamed(scaling: Any, old: str, new: str) -> Any:
+    if not isinstance(scaling, Mapping):
+        return scaling
+    return {key: new if key in ("type", "rope_type") and value == old else value for key, value in scaling.items()}
+
+
+def _read(raw: Raw) -> Fields:
+    scaled = ("rope_scaling", "rope_parameters")
+    return _ROPE.read(
+        {key: _renamed(value, _OWN_WORD, "yarn") if key in scaled else value for key, value in raw.items()}
+    )
+
+
+def _write(config: ModelConfig) -> Raw:
+    return {key: _renamed(value, "yarn", _OWN_WORD) for key, value in _ROPE.write(config).items()}
+
+
+_KEYS = (
+    *body_keys(positions=4096, ffn=16384, rotation=Keys(_ROPE.names, _read, _write), tokens=(None, 1, 0)),
+    latent_heads(kv_rank=512, q_rank=0, rope=64, nope=128, v=128),
+    Keys(("q_head_dim",), lambda raw: {}, lambda config: {"q_head_dim": config.attention.head_dim}),
+    *routed_experts(count=128, width=2048, count_key="num_experts"),
+    shared_experts(count=1, width=2048, key="num_shared_experts"),
+    first_dense(1),
+    *sigmoid_routing(scale=2.5, groups=1, group_topk=1),
+)
+_ONLY = {
+    "use_qk_norm": True,
+    "moe_router_enable_expert_bias": True,
+    "rope_interleave": True,
+    "attention_bias": False,
+    **SILU,
+}
+
+FAMILY = Family(
+    "sarvam_mla", ("SarvamMLAForCausalLM",), "sarvam_mla", in_core(UNPREDICTING), keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID},
+    only=_ONLY, ignored=IGNORED, features=("mla",), recognized=None, proven="names",
+)  # fmt: skip
+"""Not recognized: Megatron's arguments are a DeepSeek V3's. Names: Megatron-Bridge at 067f987df03b; defaults: sarvam_mla.py among vLLM's
+configuration classes, which has those of the class that its files come with."""

@@ -1,0 +1,66 @@
+"""What flags a kind of model (--model-type) has no use for: refused by name, before anything is read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from megaconv.errors import UsageError
+from megatron_lite.settings.config import Masked, Settings, flags
+
+NO_WINDOWS = "its samples are sentences, not windows of tokens"
+NO_LAYERS = "its layers have plain attention and a plain MLP"
+
+OF_ENCODERS: Mapping[str, str] = {
+    "mock_data": "there are no random sentences; give --data-path",
+    "finetune_data": "examples are for models that predict the next token",
+    "dpo": "it gives no answers that could be compared",
+    "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
+    "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
+    "mtp_num_layers": "it predicts no further tokens",
+    "lora_rank": "adapters are for decoders so far", "lora_load": "adapters are for decoders so far",
+}  # fmt: skip
+"""Flag -> why such a model has no use for it."""
+_ALONE: Mapping[str, Mapping[str, object]] = {
+    "bert": {
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
+        "context_parallel_size": 1,
+    },
+    "t5": {"context_parallel_size": 1, "compile": False},
+}  # fmt: skip
+"""Flag -> the one value that there is code for, by kind."""
+OF_MODEL: Mapping[str, tuple[str, ...]] = {
+    "bert": ("bert_no_binary_head",),
+    "t5": ("encoder_num_layers", "decoder_num_layers", "encoder_seq_length", "decoder_seq_length"),
+}
+"""Flags that describe a model of one kind."""
+MASKED: Mapping[str, tuple[str, ...]] = {
+    "bert": ("mask_prob", "short_seq_prob"),
+    "t5": ("mask_prob", "short_seq_prob", "vocab_extra_ids"),
+}
+"""Of the flags about masked samples those that a kind has."""
+
+
+def check_kind(settings: Settings, kind: str) -> None:
+    """Raises UsageError for the first flag that the kind of model has no use for. kind: as model_type finds it."""
+    for name, reason in _refused(settings, kind):
+        raise UsageError(f"--{name.replace('_', '-')} has no part in a {kind}: {reason}; leave it out")
+
+
+def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
+    if kind != "gpt":
+        yield from ((name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name))
+        for name, value in _ALONE[kind].items():
+            if _asked(settings, name) and _value(settings, name) != value:
+                yield name, f"it has {value} alone"
+    others = {name for one, names in OF_MODEL.items() if one != kind for name in names}
+    others |= {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
+    yield from ((name, "it is about another --model-type") for name in sorted(others) if _asked(settings, name))
+
+
+def _value(settings: Settings, name: str) -> object:
+    subject, _ = flags()[name]
+    value: object = getattr(getattr(settings, subject), name)
+    return value
+
+
+def _asked(settings: Settings, name: str) -> bool:
+    return name in settings.given and _value(settings, name) not in (None, False)

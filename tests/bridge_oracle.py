@@ -1,0 +1,137 @@
+"""Megatron-Bridge itself, run on the CPU in an environment of its own: loads checkpoints and answers with their logits.
+
+    python -m tests.bridge_oracle tokens.npy CHECKPOINT ...       writes CHECKPOINT.npy, and one line about each
+
+What Bridge requires of a GPU's packages is replaced by empty modules when it is imported, never where Megatron core looks for
+them: it finds none, as on any CPU. The model is built by Bridge's own load_megatron_model from run_config.yaml, with core's local
+layers where the checkpoint asks for Transformer Engine's; common.pt, train_state.pt and all tensors are read by its own code.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPLACED = (
+    *("transformer_engine", "triton", "mamba_ssm", "causal_conv1d", "fla", "nvidia_resiliency_ext", "modelopt"),
+    *("datasets", "qwen_vl_utils", "timm", "open_clip", "wandb", "mlflow"),
+)
+"""Packages for a GPU, and for what is not called here."""
+REPLY = "bridge-oracle "
+
+
+class _Anything:
+    """Called as a decorator, or to make one, it leaves what it is given as it is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, decorated: Any) -> Any:
+        return decorated
+
+
+class _Class(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, _Class(name, (_Anything,), {}))
+        return cls.__dict__[name]
+
+
+class _Module(types.ModuleType):
+    __version__ = "0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, _Class(name, (_Anything,), {}))
+        return self.__dict__[name]
+
+
+class _Replacing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        replaced = name.split(".")[0] in REPLACED
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if replaced else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def import_bridge() -> None:
+    """Core first, so that what it makes of packages that are missing isn't changed by their replacements."""
+    for name in ("extensions.transformer_engine", "transformer.transformer_block", "models.gpt.gpt_layer_specs"):
+        importlib.import_module(f"megatron.core.{name}")
+    sys.meta_path.append(_Replacing())
+    importlib.import_module("megatron.bridge.training.model_load_save")
+
+
+def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
+    """Writes float32 [batch, sequence, padded vocabulary]. Returns what Bridge made of the rest of the checkpoint."""
+    import numpy as np
+    import torch
+    from megatron.bridge.training import checkpointing, model_load_save
+    from megatron.bridge.training.utils.checkpoint_utils import read_train_state
+
+    from tests.megatron_oracle import run_on_cpu
+
+    iteration, release = checkpointing._resolve_checkpoint_iteration(str(checkpoint), None)
+    version = checkpointing.get_checkpoint_name(str(checkpoint), iteration, release)
+    state = read_train_state(checkpointing.get_checkpoint_train_state_filename(version))
+    common = checkpointing.dist_checkpointing.load_common_state_dict(version)
+    provider, _ = model_load_save.load_model_config(version)
+    overrides = {"transformer_layer_spec": _local(provider), "gradient_accumulation_fusion": False}
+    overrides |= {"masked_softmax_fusion": False, "bias_activation_fusion": False, "transformer_impl": "local"}
+    overrides |= {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "moe_permute_fusion": False}
+    with run_on_cpu(), torch.no_grad(), model_load_save.temporary_distributed_context(backend="gloo"):
+        (model,) = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
+        ids = torch.from_numpy(np.load(tokens))
+        found = model.eval()(ids, torch.arange(ids.shape[1]).repeat(len(ids), 1), None)
+    np.save(logits, found.float().numpy())
+    return {
+        "provider": type(provider).__name__,
+        "step": state.step,
+        "samples": state.consumed_train_samples,
+        "content": checkpointing.dist_checkpointing.load_content_metadata(preloaded_state_dict=common),
+        "tokens": _tokens(version),
+    }
+
+
+def _tokens(version: str) -> list[int] | None:
+    """Of a text, by the tokenizer that Bridge finds in the checkpoint; None where there is none."""
+    from megatron.bridge.training import model_load_save
+
+    if not (Path(version) / "tokenizer").is_dir():
+        return None
+    return list(model_load_save.load_tokenizer(version).tokenize("ab ba"))
+
+
+def _local(provider: Any) -> Any:
+    """The layers that the checkpoint names, of core's own modules."""
+    from functools import partial
+
+    named = provider.transformer_layer_spec
+    return partial(named.func, *named.args, **{**named.keywords, "use_transformer_engine": False})
+
+
+if __name__ == "__main__":
+    import_bridge()
+    for each in map(Path, sys.argv[2:]):
+        try:
+            reply = answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))
+        except Exception as error:
+            reply = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+        print("\n" + REPLY + json.dumps(reply), flush=True)

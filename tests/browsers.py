@@ -1,0 +1,111 @@
+"""A real browser without a window, where there is one: which it is, and one page driven over the pipe of its DevTools protocol."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome")
+PATIENCE_S = 120.0
+AS_3_AND_4 = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+"""The numbers that the protocol's pipes have."""
+
+
+def browser() -> str:
+    """Its program; skips the test where there is none."""
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, and CHROMIUM names none")
+    return found
+
+
+class Page:
+    """A tab: `run` is JavaScript in it, `asked` are all addresses that it asked for."""
+
+    def __init__(self, commands: Any, answers: Any) -> None:
+        """Two ends of pipes, binary."""
+        self._commands, self._answers, self._number = commands, answers, 0
+        self._session: str | None = None
+        self.asked: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._call("Network.enable")
+        self._call("Page.enable")
+
+    def open(self, address: str) -> None:
+        self._call("Page.navigate", url=address)
+        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def type(self, text: str) -> None:
+        """Into what has the focus, as a keyboard does."""
+        self._call("Input.insertText", text=text)
+
+    def run(self, script: str) -> Any:
+        found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not self.run(condition):
+            assert time.monotonic() < end, f"{condition} has not come about"
+            time.sleep(0.05)
+
+    def _call(self, method: str, **values: Any) -> Any:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": values}
+        if self._session:
+            message["sessionId"] = self._session
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        while (found := self._read()).get("id") != self._number:
+            if found.get("method") == "Network.requestWillBeSent":
+                self.asked.append(found["params"]["request"]["url"])
+        assert "error" not in found, found
+        return found["result"]
+
+    def _read(self) -> dict[str, Any]:
+        found = bytearray()
+        while (byte := self._answers.read(1)) != b"\0":
+            assert byte, "the browser has ended"
+            found += byte
+        message: dict[str, Any] = json.loads(found)
+        return message
+
+
+@contextmanager
+def page(directory: Path) -> Iterator[Page]:
+    """An empty one; the browser's own files go into the directory."""
+    program = browser()
+    (commanded, commanding), (answering, answered) = os.pipe(), os.pipe()
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (commanded, answered)]
+    command = [
+        program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory / 'profile'}", "--remote-debugging-pipe",
+        "--disable-background-networking", "--disable-component-update",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-ISc", AS_3_AND_4, *map(str, ends), *command], pass_fds=ends, stderr=subprocess.DEVNULL
+    )
+    for end in (commanded, answered, *ends):
+        os.close(end)
+    hangs = threading.Timer(3 * PATIENCE_S, process.kill)
+    hangs.start()
+    try:
+        with os.fdopen(commanding, "wb") as commands, os.fdopen(answering, "rb") as answers:
+            yield Page(commands, answers)
+    finally:
+        hangs.cancel()
+        process.kill()
+        process.wait()

@@ -1,0 +1,50 @@
+"""Files that come with a model are not trusted: neither their size, nor what they say, nor that their templates end."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from formats.errors import CorruptCheckpoint
+from megatron_lite.data.templates import bounded
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.inference.prompts import eos_of_generation
+
+
+def test_a_template_that_does_not_end_is_stopped() -> None:
+    sandbox = pytest.importorskip("jinja2.sandbox", reason="jinja2 is not installed")
+    template = sandbox.ImmutableSandboxedEnvironment().from_string(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(TimeoutError, match=r"not done after 0\.2 seconds"):
+        bounded(template.render, 0.2)
+    time.sleep(0.3)  # nothing comes behind
+    assert bounded(sandbox.ImmutableSandboxedEnvironment().from_string("{{ 1 + 1 }}").render) == "2"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "2"}', '{"eos_token_id": [1, null]}', " " * (5 << 20)])
+def test_a_configuration_of_generation_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=str(path)):
+        eos_of_generation({path.name: path})
+
+
+def test_ids_that_end_a_text_are_read_from_the_configuration_of_generation(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [2, 5]}')
+    assert eos_of_generation({path.name: path}) == [2, 5]
+    assert eos_of_generation({}) == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizers_file_that_is_too_large_or_none_is_not_read(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    os.truncate(os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY), 65 << 20)
+    with pytest.raises(CorruptCheckpoint, match=rf"{name}: has 68,157,440 bytes"):
+        HuggingFaceTokenizer(str(tmp_path))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CorruptCheckpoint, match=f"{name}: is a"):
+        HuggingFaceTokenizer(str(tmp_path))

@@ -1,0 +1,96 @@
+"""Runs on pairs of answers: what they say, choose, save and refuse; they go on to the same bits, from the same reference."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import megaconv
+from tests.trainer.loop.launches import LLAMA, launch, train
+from tests.trainer.loop.test_manners import metrics, refused
+
+PEFT = Path(__file__).parents[2] / "fixtures"
+BASE = PEFT / "peft-llama-all-linear" / "base"
+WORDS = (
+    f"finetune --load {BASE} --finetune-data pairs.jsonl --dpo --seq-length 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 "
+    "--global-batch-size 4 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --make-vocab-size-divisible-by 2 --fp32"
+)
+FIGURES = ("loss", "chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
+
+
+def write_pairs(directory: Path, count: int = 8) -> None:
+    directory.mkdir(exist_ok=True)
+    records = [{"prompt": f"{n} 2", "chosen": f"3 {n} 4", "rejected": f"{n} 5", "id": n} for n in range(7, 7 + count)]
+    (directory / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def figures(directory: Path) -> list[list[float]]:
+    return [[line[name] for name in FIGURES] for line in metrics(directory) if "loss" in line]
+
+
+def test_a_run_says_what_it_compares_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    for name in ("whole", "same"):
+        write_pairs(tmp_path / name)
+    command = f"{WORDS} --save ckpt --split 80,20,0 --eval-interval 2 --eval-iters 1 --show-sample"
+    log = train(tmp_path / "whole", 1, f"{command} --train-iters 4").log(0)
+    for words in (
+        "8 pairs, 88 tokens (56 learned), 2 rows of 16 tokens each, 1.5 steps an epoch",
+        "the first pair: ",
+        'fields that are not read: "id"',
+        "the reference's log-probabilities of 6 pairs: ",
+    ):
+        assert words in log, (words, log)
+    lines = re.findall(
+        r"^step +\d+/4 .* loss (\S+) \| rewards (\S+) chosen, (\S+) rejected, margin (\S+), accuracy (\S+)% \|",
+        log,
+        re.M,
+    )
+    assert lines[0] == ("0.69315", "0.0000", "0.0000", "0.0000", "0.0")
+    assert float(lines[-1][0]) < 0.69
+    assert float(lines[-1][3]) > 0
+    assert "validation loss" in log
+    assert "perplexity" not in log
+
+    train(tmp_path / "same", 1, f"{command} --train-iters 4 --exit-interval 2")
+    again = train(tmp_path / "same", 1, f"{command} --train-iters 4 --resume")
+    assert "continuing after step 2, 8 samples" in again.log(0)
+    assert figures(tmp_path / "same") == figures(tmp_path / "whole")
+    assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(tmp_path / "whole" / "ckpt")
+
+
+def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None:
+    for name, size, layout in (("alone", 1, ""), ("four", 4, "--tp 2 --sequence-parallel --use-distributed-optimizer")):
+        write_pairs(tmp_path / name)
+        train(tmp_path / name, size, f"{WORDS} {layout} --eval-iters 0 --lora-rank 4 --train-iters 3 --save ckpt")
+    for one, other in zip(figures(tmp_path / "alone"), figures(tmp_path / "four"), strict=True):
+        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
+    assert (tmp_path / "four" / "ckpt" / "iter_0000003" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dpo", "--dpo needs --load, which is the reference model"),
+        ("--dpo-beta 0.2", "--dpo-beta goes with --dpo"),
+        (f"--dpo --load {BASE} --dpo-beta 0", "--dpo-beta 0 has to be more than 0"),
+        (f"--dpo --load {BASE} --dpo-label-smoothing 0.5", "--dpo-label-smoothing 0.5 has to lie between 0 and 0.5"),
+        (f"--dpo --load {BASE} --dpo-loss ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing goes with --dpo-loss sigmoid"),
+        ("--dpo --load ckpt --save ckpt", "--dpo: --load is the reference model and has to stay as it is"),
+    ],
+)  # fmt: skip
+def test_flags_that_contradict_each_other_are_refused(flags: str, words: str, tmp_path: Path) -> None:
+    model = LLAMA.replace("--mock-data ", "")
+    assert words in refused(tmp_path, f"pretrain {model} --finetune-data pairs.jsonl --train-iters 2 {flags}")
+
+
+def test_a_pair_without_the_flag_is_told_of_it(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    running = launch(tmp_path, 1, f"{WORDS.replace('--dpo ', '')} --train-iters 1")
+    assert running.wait() == [3]
+    assert "pairs.jsonl:1: is a pair of a chosen and a rejected answer; --dpo learns from pairs" in running.log(0)
+
+
+def test_a_missing_model_is_named_before_missing_flags_and_flags_of_other_trainers_are_known(tmp_path: Path) -> None:
+    assert "nothere" in refused(tmp_path, "finetune --load nothere")
+    assert "unknown flag --learning-rate; did you mean --lr?" in refused(tmp_path, "finetune --learning-rate 1")
