@@ -1,12 +1,13 @@
 """Tokens per second of the trainer, beside transformers and Megatron core, in one run with interleaved steps.
 
-    python benchmarks/trainer.py single [--steps 15] [--tiny] [--dtype float32|bfloat16] [--json]
+    python benchmarks/trainer.py single [--steps 15] [--tiny] [--mixture] [--dtype float32|bfloat16] [--json]
     python benchmarks/trainer.py parallel [--steps 15] [--tiny] [--json]
     python benchmarks/trainer.py gpu [--steps 15] [--json]
 
 single: a Llama of 25 million parameters on the CPU, one process each. Contenders take turns, step by step, after two that
 don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least. All run
 as installed; `keeping freed memory` gives the others glibc's mallopt setting too, which the trainer makes on a CPU.
+With --mixture a Mixtral of 34 million parameters in its place: 8 experts in each of 4 layers, of which a token goes to 2.
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
 gpu: Llamas of 1B and 3B, bf16, sequences of 4096, one GPU: tokens/s and MFU against its dense peak.
 """
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import from_fields
+from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
@@ -67,6 +68,13 @@ TINY = model(4, 64, 4, 4, 128, 256, 64)
 GPU = {"1B": (model(16, 2048, 32, 8, 8192, 32000, 4096), 4), "3B": (model(28, 3072, 24, 8, 8192, 32000, 4096), 2)}
 """Model, and sequences of a step."""
 
+EXPERTS = {"layers.mlp": "experts", "experts.count": 8, "experts.per_token": 2}
+MIXTURES = {
+    True: from_fields("mixtral", fields_of(TINY) | EXPERTS | {"experts.ffn": 128}),
+    False: from_fields("mixtral", fields_of(model(4, 384, 6, 6, 768, 4096, 512)) | EXPERTS | {"experts.ffn": 768}),
+}
+"""Whether tiny."""
+
 Step = Callable[[], None]
 
 
@@ -77,8 +85,9 @@ def batch(config: ModelConfig, rows: int, device: str = "cpu") -> Microbatch:
 
 
 def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
+    layout, experts = Layout(stage_layers=(config.layer_count,)), config.experts.count > 0
     engine = Engine(
-        config, make_grid(Layout(stage_layers=(config.layer_count,)), 1, torch.device("cpu")),
+        config, make_grid(layout, 1, torch.device("cpu"), experts=experts),
         ModelOptions(dtype=dtype, vocab_divisor=1, **options), OptimizerOptions(),
     )  # fmt: skip
     init_weights(engine, 0.02, 0)
@@ -87,15 +96,18 @@ def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
 
 
 def with_transformers(config: ModelConfig, dtype: str, rows: int) -> Step:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    settings = LlamaConfig(
+    experts = config.experts
+    of_mixture = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token, "sliding_window": None}
+    settings = (MixtralConfig if experts.count else LlamaConfig)(
+        **(of_mixture if experts.count else {}),
         hidden_size=config.hidden, intermediate_size=config.mlp.ffn, num_hidden_layers=config.layer_count, vocab_size=config.vocab,
         num_attention_heads=config.attention.heads, num_key_value_heads=config.attention.kv_heads,
         max_position_embeddings=config.max_positions,
         attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
-    network = LlamaForCausalLM(settings).to(getattr(torch, dtype))
+    network = (MixtralForCausalLM if experts.count else LlamaForCausalLM)(settings).to(getattr(torch, dtype))
     data = batch(config, rows)
 
     def loss() -> torch.Tensor:
@@ -118,7 +130,13 @@ def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
     parallel_state.initialize_model_parallel(1, 1)
     run_on_cpu().__enter__()
     unfused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    experts = config.experts
+    of_mixture = {
+        "num_moe_experts": experts.count, "moe_ffn_hidden_size": experts.ffn, "moe_router_topk": experts.per_token,
+        "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
+    }  # fmt: skip
     settings = TransformerConfig(
+        **(of_mixture if experts.count else {}),
         num_layers=config.layer_count, hidden_size=config.hidden, num_attention_heads=config.attention.heads,
         ffn_hidden_size=config.mlp.ffn,
         num_query_groups=config.attention.kv_heads, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
@@ -126,7 +144,7 @@ def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
         use_cpu_initialization=True, persist_layer_norm=False, apply_rope_fusion=False, **dict.fromkeys(unfused, False),
     )  # fmt: skip
     network = GPTModel(
-        settings, get_gpt_layer_local_spec(normalization="RMSNorm"), config.vocab, config.max_positions,
+        settings, get_gpt_layer_local_spec(experts.count or None, normalization="RMSNorm"), config.vocab, config.max_positions,
         position_embedding_type="rope", share_embeddings_and_output_weights=False,
     ).to(getattr(torch, dtype))  # fmt: skip
     data = batch(config, rows)
@@ -147,9 +165,9 @@ def _plain_step(network: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> S
     return step
 
 
-def one(name: str, dtype: str, tiny: bool, keep: bool) -> None:
+def one(name: str, dtype: str, tiny: bool, keep: bool, mixture: bool) -> None:
     """A contender's own process: takes a step for each line that it is sent, and answers with the seconds and its peak."""
-    config, rows = (TINY, 2) if tiny else (SMALL, 2)
+    config, rows = MIXTURES[tiny] if mixture else TINY if tiny else SMALL, 2
     if keep:
         keep_freed_memory()
     step = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[name](
@@ -179,11 +197,14 @@ def measure(step: Step, steps: int, settle: Step = lambda: None) -> float:
     return statistics.median(_timed(step, settle) for _ in range(steps))
 
 
-def single(steps: int, tiny: bool, dtype: str) -> dict[str, Any]:
+def single(steps: int, tiny: bool, dtype: str, mixture: bool) -> dict[str, Any]:
     """All contenders are there at once and take one step after the other, so that a busy machine is busy for each."""
     processes = {
         (name, keep): _start(
-            [sys.executable, __file__, "one", name, "--dtype", dtype] + ["--tiny"] * tiny + ["--keep"] * keep
+            [sys.executable, __file__, "one", name, "--dtype", dtype]
+            + ["--tiny"] * tiny
+            + ["--keep"] * keep
+            + ["--mixture"] * mixture
         )
         for name, keep in CONTENDERS
     }
@@ -357,16 +378,16 @@ def main() -> None:
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    for word in ("--tiny", "--keep", "--json"):
+    for word in ("--tiny", "--keep", "--json", "--mixture"):
         parser.add_argument(word, action="store_true")
     args = parser.parse_args()
     if args.what == "one":
-        one(args.rest[0], args.dtype, args.tiny, args.keep)
+        one(args.rest[0], args.dtype, args.tiny, args.keep, args.mixture)
     elif args.what == "rank":
         rank(*map(int, args.rest), args.steps, args.tiny)
     else:
         found = {
-            "single": lambda: single(args.steps, args.tiny, args.dtype),
+            "single": lambda: single(args.steps, args.tiny, args.dtype, args.mixture),
             "parallel": lambda: parallel(args.steps, args.tiny),
             "gpu": lambda: gpu(args.steps),
         }[args.what]()

@@ -124,6 +124,7 @@ class Engine:
                 self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
         if options.lora is not None:
             check_targets(config, options.lora.targets, found=any(self.adapters))
+        self._delayed = list(delayed_products(self.chunks))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
@@ -199,7 +200,7 @@ class Engine:
         if not skipped:
             optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             optimizer.step(lr, weight_decay)
-        end_step(list(delayed_products(self.chunks)), [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
+        end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
             name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
@@ -208,9 +209,11 @@ class Engine:
 
     def _move_expert_biases(self) -> None:
         """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
+        if not self.config.experts.router_bias or not self.options.balance.bias_rate or self.options.lora is not None:
+            return
         modules = (module for chunk in self.chunks for module in chunk.modules())
         routers = [module for module in modules if isinstance(module, Router) and module.expert_bias is not None]
-        if not routers or not self.options.balance.bias_rate or self.options.lora is not None:
+        if not routers:  # a stage may have dense layers alone
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])

@@ -92,6 +92,8 @@ def make_plan(
         raise NotExpressible(f"a {config.family} can't be trained yet; models that can are {known}")
     if config.encoder.layers:
         _check_two_stacks(config)
+    if options.fp8 is not None and config.family in NETWORKS_OF_THEIR_OWN:
+        raise NotExpressible(f"--fp8-format is for decoders; a {config.family} is computed in bf16")
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")

@@ -39,7 +39,7 @@ def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:
 
 def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Tensor:
     """Sum of squares, float64 [], of the gradients that this rank counts: over all ranks every parameter counts once."""
-    total = torch.zeros((), dtype=torch.float64, device=grid.device)
+    norms = [torch.zeros((), dtype=torch.float64, device=grid.device)]
     block = CPU_BLOCK if grid.device.type == "cpu" else GPU_BLOCK
     for item in ranges:
         elsewhere = (
@@ -50,8 +50,8 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
         if not elsewhere:
             for start in range(0, len(item.gradient), block):
                 part = item.gradient[start : start + block]
-                total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    return total
+                norms.append(torch.linalg.vector_norm(part, dtype=torch.float64))
+    return torch.stack(norms).square().sum()
 
 
 def clip_factor(norm: float, most: float) -> float:

@@ -5,7 +5,8 @@ divided by tp but for h, which sequence parallelism divides):
 
     attention   h (its input) + h (normed) + (q + 2 kv) (the fused product) + q and, turned by rope, kv (what attention gets) + q (out)
     latent      h + h + ranks of q and kv + q + its k and v + out
-    MLP         h + h + f (2 f where gated) + f (activated); of experts k times (2 h + f or 2 f + 2 f), and h twice
+    MLP         h + h + f (2 f where gated) + f (activated); of experts k times (2 h + f or 2 f + f), and h twice; where etp ranks
+                share each, they have the rows of all of these, h once more for each, and f / etp of them
     head        h twice, and once the gradient of its matrix; the same and a layer more for each further token that is predicted
 
 Selective recomputation leaves normed and activated out; full keeps one h for each group of layers, and one group's inside.
@@ -122,7 +123,8 @@ def layer_elements(run: Described, layer: int) -> float:
         found += _width(run) + normed + config.mlp.ffn * (gates if selective else gates + 1) / tp
     elif kind.mlp == "experts":
         experts, here = config.experts, tp if run.sequence else 1
-        routed = experts.per_token * (2 * config.hidden + experts.ffn * (gates + 2) / run.sizes.layout.etp) / here
+        rows = config.hidden * (1 + run.sizes.layout.etp)
+        routed = experts.per_token * (rows + experts.ffn * (gates + 1)) / here
         shared = experts.shared_ffn * (gates + 1) / tp + (_width(run) if experts.shared_gate else 0)
         found += 2 * _width(run) + routed + shared
     return found

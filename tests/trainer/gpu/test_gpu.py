@@ -1,4 +1,4 @@
-"""On a GPU: every small model against the CPU's losses, compiled layers, flash attention, two ranks on NCCL.
+"""On a GPU: every small model against the CPU's losses, compiled layers, flash attention, FP8, grouped products, two ranks on NCCL.
 
 Written without a GPU at hand: until `make test-gpu` has run somewhere, none of these has ever been seen to pass.
 """
@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from megatron_lite.models.attention import has_flash
+from megatron_lite.models.moe.grouped import grouped_linear
+from megatron_lite.parallel.transformer_engine import has_transformer_engine
+from megatron_lite.settings.options import FP8
 from tests.trainer.loop.launches import LLAMA, MIXTRAL, train
 from tests.trainer.parallel.small import MODELS, Case, batches, make_engine
 
@@ -18,6 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
+NEEDS_TE = pytest.mark.skipif(not has_transformer_engine(), reason="Transformer Engine is not installed")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STEPS = 5
 
@@ -47,7 +51,7 @@ def test_a_gpu_trains_as_a_cpu_does(model: str) -> None:
     assert losses(Case(model), GPU) == pytest.approx(losses(Case(model), CPU), rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixtral"])
 def test_compiled_layers_train_as_others_do(model: str) -> None:
     compiled = Case(model, options=(("compile", True),))
     assert losses(compiled, GPU) == pytest.approx(losses(Case(model), GPU), rel=1e-4)
@@ -64,6 +68,27 @@ def test_flash_attention_agrees_with_pytorchs() -> None:
         losses(Case("qwen3", options=(("dtype", "bfloat16"), ("attention", name))), GPU) for name in ("flash", "sdpa")
     )
     assert flash == pytest.approx(sdpa, rel=1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("engine", [False, pytest.param(True, marks=NEEDS_TE)], ids=["torch", "transformer engine"])
+def test_products_in_fp8_learn_almost_as_those_in_bf16(recipe: str, engine: bool) -> None:
+    of_bf16 = Case("llama", options=(("dtype", "bfloat16"),))
+    of_fp8 = replace(of_bf16, options=(*of_bf16.options, ("fp8", FP8(recipe=recipe, transformer_engine=engine))))
+    assert losses(of_fp8, GPU) == pytest.approx(losses(of_bf16, GPU), rel=2e-2)
+
+
+def test_the_grouped_product_of_experts_is_that_of_one_after_the_other() -> None:
+    torch.manual_seed(1)
+    counts = [16, 0, 48, 32]
+    x = torch.randn(sum(counts), 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(32, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in counts]
+    parts = zip(x.split(counts), weights, strict=True)
+    found, expected = grouped_linear(x, weights, counts), torch.cat([rows @ weight.t() for rows, weight in parts])
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-1)
+    ours, theirs = (torch.autograd.grad(made.square().sum(), [x, *weights]) for made in (found, expected))
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=5e-2, atol=2.0)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")

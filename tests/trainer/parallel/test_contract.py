@@ -230,7 +230,6 @@ def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
     ("layout", "message"),
     [
         (Layout(2, 1, 1, stage_layers=(4,)), "at tp = 2 needs --sequence-parallel"),
-        (Layout(1, 1, 1, 1, 2, stage_layers=(4,)), "expert tensor parallel size is 2"),
         (Layout(1, 1, 1, 3, stage_layers=(4,)), "experts = 4"),
     ],
 )

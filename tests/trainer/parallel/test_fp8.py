@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaconv.errors import LayoutError
+from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.fields import fields_of, from_fields
+from megaconv.model.layout import Layout
 from megatron_lite.models.fp8 import delayed_products
+from megatron_lite.models.plan import make_plan
 from megatron_lite.parallel.fp8 import KINDS, DelayedProduct
 from megatron_lite.parallel.product import PLAIN
-from megatron_lite.settings.options import FP8
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.settings.options import FP8, ModelOptions
 from tests.trainer.parallel.small import MODELS, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
 
@@ -116,6 +119,13 @@ def test_layers_at_both_ends_stay_in_bf16_where_asked_for() -> None:
     assert not hasattr(chunk.output_layer, "product")
 
 
+def test_a_network_of_its_own_is_not_taken_for_a_decoder() -> None:
+    with pytest.raises(NotExpressible, match="--fp8-format is for decoders; a bert is computed in bf16"):
+        make_plan(
+            replace(MODELS["gpt2"], family="bert"), Layout(stage_layers=(4,)), ModelOptions(fp8=FP8()), TensorGroup()
+        )
+
+
 def test_matrices_whose_sides_are_no_multiples_are_refused_by_name() -> None:
     odd = replace(case(FP8(recipe="mxfp8")), model="qwen3")
     with pytest.raises(LayoutError, match=r"multiples of 32, but layers' .* is 32 x 48 at tp = 1"):
@@ -137,6 +147,7 @@ def test_ranks_train_in_fp8_as_one_process_and_share_what_was_largest(world: Wor
     shared = case(FP8(), tp=2, sequence_parallel=True)
     first, second = world.run(2, largest_of_a_step, shared)
     assert first == second
-    for run in (shared, case(FP8("e4m3", "tensorwise"), dp=2, distributed=True), case(FP8(), pp=2)):
+    shared = replace(shared, steps=4)
+    for run in (shared, replace(case(FP8("e4m3", "tensorwise"), dp=2, distributed=True), steps=4)):
         for found in world.run(run.world, losses, run):
             assert found == pytest.approx(losses(0, run.alone()), rel=1e-2)
