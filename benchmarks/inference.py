@@ -5,7 +5,8 @@
 
 Both on a Llama of 27 million parameters (8 layers of 384, vocabulary 16384) in float32 on the CPU, one thread, prompts of 64 tokens.
 generate: greedy, at batch 1 and 8; transformers with its dynamic and with its static cache, everything in one process. Contenders
-take turns, so that a busy machine is busy for each; medians of rounds, and of the ratio within a round to the better cache.
+take turns, so that a busy machine is busy for each; tokens per second of the processor's time, medians of rounds, and the median of the
+ratio within a round.
 serve: a server of 16 slots; rounds with one client and with sixteen take turns, each client asks twice, one answer after the other.
 """
 
@@ -95,16 +96,17 @@ def compare(rounds: int, new_tokens: int, directory: Path) -> dict[str, Any]:
         for number in range(rounds):
             turns = list(contenders.items())
             for name, run in turns if number % 2 else turns[::-1]:
-                begun = time.perf_counter()
+                begun = time.process_time()
                 run(prompts(batch, number + 1))
-                speeds[name].append(batch * new_tokens / (time.perf_counter() - begun))
-        best = [
-            max(pair) for pair in zip(*(speeds[name] for name in contenders if name != "megatron_lite"), strict=True)
-        ]
-        ratios = [mine / other for mine, other in zip(speeds["megatron_lite"], best, strict=True)]
+                speeds[name].append(batch * new_tokens / (time.process_time() - begun))
         found[f"batch {batch}"] = {name: statistics.median(values) for name, values in speeds.items()} | {
-            "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "same tokens": equal
-        }  # fmt: skip
+            f"ratio to {name}": statistics.median(
+                mine / theirs for mine, theirs in zip(speeds["megatron_lite"], values, strict=True)
+            )
+            for name, values in speeds.items()
+            if name != "megatron_lite"
+        }
+        found[f"batch {batch}"]["same tokens"] = equal
     return found
 
 
@@ -169,7 +171,7 @@ def main() -> None:
     for name, value in found.items():
         shown = value.items() if isinstance(value, dict) else [("", value)]
         for part, figure in shown:
-            print(f"{name:<12} {part:<24} {figure if isinstance(figure, bool) else format(figure, '.2f')}")
+            print(f"{name:<12} {part:<32} {figure if isinstance(figure, bool) else format(figure, '.2f')}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from megaconv.model.table import canonical_shapes
 from megaconv.model.training import MASTER, OptimizerState, ParamGroup, TrainingState
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal checkpoints; layer_* of pipelines"
+DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal ones; layer files of pipelines"
 
 _log = logging.getLogger("megaconv")
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import os
 import sys
 import traceback
 import types
@@ -130,6 +131,8 @@ def _local(provider: Any) -> Any:
 if __name__ == "__main__":
     import_bridge()
     for each in map(Path, sys.argv[2:]):
+        for name in [name for name in os.environ if name.startswith("NVTE_")]:
+            del os.environ[name]  # by which core remembers the attention of the model before
         try:
             reply = answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))
         except Exception as error:

@@ -239,7 +239,7 @@ _TIED = {"output_layer.weight"}
 NOT_IN_BRIDGE: Mapping[str, set[str]] = {
     **dict.fromkeys(("gemma2", "gemma3_text", "exaone4"), _TIED),
     "gemma": _TIED,
-    **dict.fromkeys(("qwen3_next", "qwen3_moe"), {*MLP, *_FC1_NORM}),
+    **{name: {*MLP, *_FC1_NORM} for name in ("qwen3_next", "qwen3_moe")},
     "sarvam_mla": set(_OF_Q),
 }
 """It takes the head of the first to be tied, all layers of the others to have experts, and q of Sarvam's to be made directly."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaconv import registry
 from megaconv.families import PROOFS, all_families, families
+from megaconv.families.parts.towers import TOWERS
 from megaconv.families.parts.whole_model import NAMED_AS_IN_BRIDGE
 from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
@@ -64,6 +65,7 @@ class Catalogue:
         yield "models that see or hear, whole"
         yield "  hf, core; proven by names; what lies beside the language model is called as in Megatron-Bridge:"
         yield f"    {', '.join(NAMED_AS_IN_BRIDGE)}"
+        yield f"    of these with a tower of Megatron's own layers, which megatron-core computes: {', '.join(TOWERS)}"
         yield "  and all others whose text_config is of one of these families, by their files' names"
         yield "proven by"
         for word, meaning in PROOFS.items():

@@ -151,7 +151,7 @@ REFUSED = {
         ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
         "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net",
     ),
-    "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens, which an indexer with projections and norms of its own chooses",
+    "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens that an indexer of its own kind chooses",
     "Ernie4_5_VLMoeForConditionalGeneration": "its layers have experts for images beside those for text, of another width",
     **dict.fromkeys(
         (

@@ -31,6 +31,8 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
         return build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=vocab - 1))
     of_vocabulary = "GPT2BPETokenizer" if data.merge_file else "BertWordPieceLowerCase"
     kind = data.tokenizer_type or (of_vocabulary if data.vocab_file else "HuggingFaceTokenizer")
+    if kind == "NullTokenizer" and size is None and start is not None:
+        size = start.config.vocab - 1
     vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
     options = TokenizerOptions(kind, data.tokenizer_model, vocabulary, merges, size)
     extra_ids = MODEL_TYPES[model_type(settings, start.config if start is not None else None)].extra_ids

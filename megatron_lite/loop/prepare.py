@@ -319,6 +319,7 @@ DATA_PLAN = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "finetune_form",
     "finetune_turns", "mock_data", "split", "seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
     "dpo", "dpo_beta", "dpo_loss", "dpo_label_smoothing", "mask_prob", "short_seq_prob",
+    "decoder_seq_length", "vocab_extra_ids",
 )  # fmt: skip
 """Settings that decide which samples come next."""
 

@@ -24,7 +24,7 @@ _ALONE: Mapping[str, Mapping[str, object]] = {
         "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
         "context_parallel_size": 1,
     },
-    "t5": {"context_parallel_size": 1, "compile": False},
+    "t5": {"context_parallel_size": 1, "compile": False, "fp8_format": None},
 }  # fmt: skip
 """Flag -> the one value that there is code for, by kind."""
 OF_MODEL: Mapping[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
         yield from ((name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name))
         for name, value in _ALONE[kind].items():
             if _asked(settings, name) and _value(settings, name) != value:
-                yield name, f"it has {value} alone"
+                yield name, f"there is code for {value} alone" if value else "there is no code for it"
     others = {name for one, names in OF_MODEL.items() if one != kind for name in names}
     others |= {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
     yield from ((name, "it is about another --model-type") for name in sorted(others) if _asked(settings, name))

@@ -5,6 +5,7 @@
     <root>/sources/<format>      the same model, written by megaconv, with megaconv.json
     <root>/sources/<format>-bare the same without megaconv.json
     <root>/sources/gguf          the same, written by megaconv
+    <root>/sources/nemo          another one, put together as NeMo 1 unpacks it
     <root>/sources/fsdp ...      other models, as verl, DeepSpeed and Orbax wrote them; nothing recorded
 
 `python -m tests.trust.checkpoints DIRECTORY` makes those that need torch, in a process that ends.
@@ -39,6 +40,11 @@ OPTIMIZERS = {
 }
 """Formats with optimizer state: (fixture that Megatron wrote, options)."""
 
+DERIVED = {
+    "bridge": "--saver core --ckpt-format torch_dist --option for=megatron-bridge --dist-files 2",
+}
+"""More kinds of output that are read and damaged, not those that runs are killed at."""
+
 _FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 NEIGHBOURS = {
@@ -49,7 +55,8 @@ NEIGHBOURS = {
 }
 """Formats that are only read -> fixture that their own software wrote."""
 
-_READING = {"orbax": f"--config {_FIXTURES / 'peft-llama-all-linear/base'} --option maxtext_rope=split"}
+_LLAMA = _FIXTURES / "peft-llama-all-linear/base"
+_READING = {"orbax": f"--config {_LLAMA} --option maxtext_rope=split", "nemo": f"--config {_LLAMA}"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ def _make(sources: Path) -> None:
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     for name, options in SAVERS.items():
         _convert(sources / "hf", sources / ("hf-written" if name == "hf" else name), options)
+    for name, options in DERIVED.items():
+        _convert(sources / "hf", sources / name, options)
     for name, (fixture, options) in OPTIMIZERS.items():
         _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
     _convert(sources / "hf", sources / "gguf", "--saver gguf --option tokenizer=none")
@@ -116,6 +125,22 @@ def _make_with_torch(sources: Path) -> None:
         path = write_llama(sources / name, **SIZES, **options)  # type: ignore[arg-type]
         (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "model_max_length": 64}))
         (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    _write_nemo(sources / "nemo")
+
+
+def _write_nemo(target: Path) -> None:
+    """Two tensor ranks, of rank files of megaconv's."""
+    import torch
+
+    made = target.with_name("nemo-made")
+    _convert(_LLAMA, made, "--saver core --tp 2")
+    for file in sorted(made.rglob("model_optim_rng.pt")):
+        model = torch.load(file, map_location="cpu", weights_only=False)["model"]
+        rank = target / f"tp_rank_{file.parent.name.split('_')[2]}_pp_rank_000"
+        rank.mkdir(parents=True)
+        torch.save({f"model.{name}": value for name, value in model.items()}, rank / "model_weights.ckpt")
+    (target / "model_config.yaml").write_text("mcore_gpt: true\n")
+    shutil.rmtree(made)
 
 
 if __name__ == "__main__":

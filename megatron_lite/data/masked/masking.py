@@ -5,6 +5,7 @@ Every draw is made in the order of megatron-core's MaskedWordPieceDataset, so th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def mask(
     order = list(range(len(words)))
     random.shuffle(order)
     for first in order:
-        if len(taken) >= most:
+        if most - len(taken) < 1:  # nothing fits any more, and what would be drawn for nothing nobody draws after
             break
         places = _fitting(words[first : first + masking.max_ngram], _length(masking, random), most - len(taken))
         if not places or not taken.isdisjoint(places):
@@ -95,12 +96,21 @@ def _length(masking: Masking, random: np.random.RandomState) -> int:
     """Words of a run, drawn; there may be fewer from its first one on."""
     if masking.use_geometric_distribution:
         return min(int(random.geometric(GEOMETRIC)), masking.max_ngram)
-    lengths = np.arange(masking.max_ngram, dtype=np.int64) + 1
-    weights = 1.0 / lengths
+    # random.choice(lengths, p=...) of numpy, without its checks.
+    bounds = _bounds(masking.max_ngram, longer=masking.use_longer_ngrams)
+    return 1 + int(bounds.searchsorted(random.random_sample(), side="right"))
+
+
+@cache
+def _bounds(most: int, *, longer: bool) -> NDArray[np.float64]:
+    """Of a number between 0 and 1 that is drawn for a length: below the first one for 1, between it and the second for 2 ..."""
+    weights = 1.0 / (np.arange(most, dtype=np.int64) + 1)
     weights = weights / weights.sum(keepdims=True)
-    if masking.use_longer_ngrams:
+    if longer:
         weights = weights[::-1]
-    return int(random.choice(lengths, p=weights / weights.sum(keepdims=True)))
+    bounds: NDArray[np.float64] = (weights / weights.sum(keepdims=True)).cumsum()
+    bounds /= bounds[-1]
+    return bounds
 
 
 def _fitting(words: Sequence[list[int]], length: int, room: float) -> list[int]:

@@ -125,6 +125,16 @@ def test_score_gives_the_log_probability_of_each_token(model: tuple[Path, Any], 
     assert len(found[-1]["tokens"]) == len(found[-1]["log_probs"]) == 2
 
 
+def test_token_ids_are_continued_without_a_tokenizer(model: tuple[Path, Any], tmp_path: Path) -> None:
+    directory, theirs = model
+    words = ("--tokenizer-type", "NullTokenizer", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 5)
+    assert run("generate", "--load", directory, "7 9 30", *words) == 0
+    found = theirs.generate(torch.tensor([[7, 9, 30]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    line = json.loads((tmp_path / "out.jsonl").read_text())
+    assert line["tokens"] == found[0, 3:].tolist()
+    assert line["text"] == " ".join(map(str, line["tokens"]))
+
+
 @pytest.mark.slow
 def test_ranks_started_together_generate_what_one_does(model: tuple[Path, Any], tmp_path: Path) -> None:
     directory, _ = model

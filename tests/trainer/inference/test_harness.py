@@ -19,6 +19,9 @@ from tests.trainer.loop.launches import launch as launch_ranks
 
 pytestmark = pytest.mark.oracle
 
+IMPORTING_S = 600.0
+"""lm-eval and what it brings take long to import on a busy machine."""
+
 CHOICE = """
 task: choice
 dataset_path: json
@@ -119,7 +122,7 @@ def test_every_layout_measures_what_lm_evals_own_model_does(
 
     words = f"evaluate --load {model} --lm-eval choice rolling answer --include-path {tasks} --output out.json {layout}"
     running = launch_ranks(tmp_path / "run", 2, words, offline)
-    assert running.wait() == [0, 0], running.logs()
+    assert running.wait(IMPORTING_S) == [0, 0], running.logs()
     found = json.loads((tmp_path / "run" / "out.json").read_text())["results"]
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     theirs = HFLM(str(model), dtype="float32", device="cpu", batch_size=2, max_length=96)

@@ -73,11 +73,11 @@ def test_200_requests_at_once_are_answered_or_refused_and_leave_nothing_behind(s
     after = counted(serving)
     assert resident(serving) - memory < GROWTH
     assert descriptors(serving) <= files
-    expected = Counter(str(shot.status) for shot in shots if shot.status is not None)
-    for status, count in expected.items():
-        assert after[status] - before[status] == 3 * count, status
-    left = sum(shot.status is None for shot in shots)
-    assert after["499"] - before["499"] == 3 * left
+    expected = Counter("left" if shot.status is None else str(shot.status) for shot in shots)
+    found = {status: after[status] - before[status] for status in after}
+    assert 0 < found["499"] <= 3 * expected["left"]
+    found["200"] -= 3 * expected.pop("left") - found.pop("499")  # some leave when their answer is already under way
+    assert found == {status: 3 * count for status, count in expected.items()}
     assert sum(after.values()) - sum(before.values()) == 3 * len(shots)
     least = sum(shot.tokens for shot in shots)
     assert serving.metric("generated_tokens_total") - generated >= 3 * least

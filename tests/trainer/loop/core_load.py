@@ -34,7 +34,12 @@ def load(version: Path, tp: int) -> None:
         sharded = model.sharded_state_dict()
         apply_factories(sharded)
         weights = [item for item in nested_values(sharded) if isinstance(item, ShardedTensor)]
-        trained = [not item.key.endswith("router.expert_bias") for item in weights]
+        # Of names of one and the same tensor core's optimizer takes the last.
+        last = {item.data.data_ptr(): number for number, item in enumerate(weights)}
+        trained = [
+            last[item.data.data_ptr()] == number and not item.key.endswith("router.expert_bias")
+            for number, item in enumerate(weights)
+        ]
         wanted = {
             f"{slot} {number}": replace(
                 item,

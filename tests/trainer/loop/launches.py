@@ -68,9 +68,9 @@ class Running:
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
 
-    def wait(self) -> list[int]:
+    def wait(self, patience_s: float = PATIENCE_S) -> list[int]:
         """Exit statuses. Fails when a process hangs."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + patience_s
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
         hanging = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]

@@ -1,5 +1,9 @@
 """A T5 from sentences to Megatron core: it trains at any layout, goes on to the same bits, is read by core and taken up again."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +15,18 @@ from formats import torch_zip
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
+from megatron_lite.loop.inputs import make_datasets, make_tokenizer
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.architecture import model_from_flags
+from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import work_out
 from tests.megatron_oracle import Megatron
 from tests.trainer.loop.launches import train
 from tests.trainer.loop.test_manners import metrics, refused
 
+ROOT = Path(__file__).parents[3]
 MASKED = Path(__file__).parents[1] / "fixtures" / "masked"
 WORDS = 129
 """Of its vocabulary that are no sentinels."""
@@ -55,6 +64,11 @@ def test_a_t5_with_stages_goes_on_to_the_same_bits(place: Path) -> None:
     assert figures(place) == straight
     found, expected = (megaconv.fingerprint(place / name) for name in ("parted", "straight"))
     assert found == expected
+    args = torch_zip.read(place / "parted" / "iter_0000004" / "common.pt")[
+        "args"
+    ]  # for Megatron's T5, which has one stage
+    assert (args.pipeline_model_parallel_size, args.encoder_num_layers, args.decoder_num_layers) == (1, 2, 2)
+    assert (args.encoder_seq_length, args.decoder_seq_length) == (64, 32)
 
 
 @pytest.mark.slow
@@ -78,6 +92,8 @@ def own_logits(checkpoint: Path, source: torch.Tensor, tokens: torch.Tensor) -> 
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.oracle
 def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up_again(place: Path) -> None:
     """Core loads strictly. Saved by two stages without any, and by one process with rank files."""
     train(place, 1, f"pretrain {T5} {PLAIN} --train-iters 2 --save one --ckpt-format torch")
@@ -104,15 +120,49 @@ def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up
     assert first == pytest.approx(second, rel=1e-5)
 
 
-def test_a_checkpoint_of_stages_says_that_it_has_none(place: Path) -> None:
-    """Megatron's own T5 has one stage."""
-    train(place, 2, f"pretrain {T5} {STAGES} --train-iters 1 --save ckpt")
-    args = torch_zip.read(place / "ckpt" / "iter_0000001" / "common.pt")["args"]
-    assert (args.pipeline_model_parallel_size, args.encoder_num_layers, args.decoder_num_layers) == (1, 2, 2)
-    assert (args.encoder_seq_length, args.decoder_seq_length) == (64, 32)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"]
+)
+def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: Path) -> None:
+    rate = "--lr-warmup-iters 0 --lr-decay-iters 7"
+    train(place, 2, f"pretrain {T5} {words} {rate} --train-iters 3 --save ckpt --bf16")
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.loop.core_load",
+        str(place / "ckpt" / "iter_0000003"),
+        "1",
+        str(place / "meeting"),
+    ]
+    environment = os.environ | {
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "0",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tensors and their optimizer state" in done.stdout
 
 
 def test_what_can_not_be_saved_or_sampled_is_refused_before_anything_is_lost(place: Path) -> None:
     command = f"pretrain {T5} --train-iters 1"
     few = refused(place, command.replace("--vocab-extra-ids 40", "--vocab-extra-ids 0"))
     assert few.startswith("the tokenizer has no <extra_id_0>, which stands for a run of hidden words; take")
+
+
+def test_a_run_draws_megatrons_samples(place: Path) -> None:
+    """From the flags alone, those that its own data sets made: fixtures/masked."""
+    settings, _ = parse("pretrain", f"{T5} --train-iters 1".replace("vocab.txt", f"{place}/vocab.txt").split())
+    tokenizer = make_tokenizer(settings, None)
+    config = model_from_flags(settings, tokenizer.vocab_size)
+    sizes = work_out(settings, config, ModelOptions(), 1)
+    info, expected = json.loads((MASKED / "info.json").read_text()), np.load(MASKED / "expected.npz")
+    datasets = make_datasets(settings, config, tokenizer, sizes, info["num_samples"], None)
+    assert [len(dataset or ()) for dataset in datasets] == info["cases"]["t5"]["lengths"]
+    for part, dataset in zip(("train", "valid", "test"), datasets, strict=True):
+        assert dataset is not None
+        for number in range(len(expected[f"t5/{part}/truncated"])):
+            for name, found in dataset[number]._asdict().items():
+                assert np.array_equal(found, expected[f"t5/{part}/{name}"][number]), f"{part} {number}: {name}"

@@ -173,10 +173,12 @@ def test_ten_steps_at_any_layout_are_megatron_cores(case: Case, world: World) ->
         compare(found)
 
 
-def test_logits_of_megatrons_own_checkpoint() -> None:
-    """Saved by a run of core 0.16 at TP 2; its own answers lie beside it."""
-    place = Path(__file__).parents[2] / "fixtures" / "core-t5-tp2pp1"
-    opened, answers = megaconv.open(place / "checkpoint"), load_file(place / "logits.safetensors")
+@pytest.mark.parametrize("name", ["core-t5-tp2pp1/checkpoint", "pipelined-t5-tp2e1d1/checkpoint", "dist-t5-tp1pp1"])
+def test_logits_of_megatrons_own_checkpoints(name: str) -> None:
+    """Saved by runs of core 0.16, and of one that had stages; its own answers lie beside them."""
+    checkpoint = Path(__file__).parents[2] / "fixtures" / name
+    place = checkpoint.parent if checkpoint.name == "checkpoint" else checkpoint
+    opened, answers = megaconv.open(checkpoint), load_file(place / "logits.safetensors")
     layout = Layout(stage_layers=(opened.config.layer_count,))
     engine = Engine(opened.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None)
     load_weights(engine, opened.tensors)
