@@ -142,7 +142,7 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
         names, sizes = ("tp x cp x dp x pp", (tp, cp, dp, pp)) if cp > 1 else ("tp x dp x pp", (tp, dp, pp))
         product = " x ".join(map(str, sizes))
         raise LayoutError(
-            f"{names} = {product} = {dense.size}, but there {'is' if world == 1 else 'are'} {counted(world, 'process')}"
+            f"{names} = {product} = {dense.size}, but there {'is' if world == 1 else 'are'} {counted(world, 'process', 'processes')}"
         )
     wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:

@@ -85,7 +85,8 @@ class Planned:
         model = f"{run.config.family}, {self.parameters:,} parameters, {run.options.dtype}"
         yield f"{model}; {counted(run.world, 'rank')}: {run.sizes.layout}, DP {run.sizes.dp}"
         yield (
-            f"a step: {counted(run.sizes.batch.full, 'sequence')} of {run.sizes.seq} tokens, {counted(run.microbatches, 'microbatch')} of "
+            f"a step: {counted(run.sizes.batch.full, 'sequence')} of {run.sizes.seq} tokens, "
+            f"{counted(run.microbatches, 'microbatch', 'microbatches')} of "
             f"{run.sizes.micro_batch} on each rank; {self.bubble:.1%} of it is the pipeline's bubble"
         )
         yield f"{'stage':>5}  {'parameters a rank':>18}  {'with gradients':>14}  {'activations':>11}  {'together':>10}"

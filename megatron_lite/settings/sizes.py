@@ -118,7 +118,7 @@ def check_sizes(
     if world % model:
         names, sizes = ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
         raise LayoutError(
-            f"{counted(world, 'process')} can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
+            f"{counted(world, 'process', 'processes')} can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
         )
     if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
         stages = "+".join(map(str, layout.stage_layers))

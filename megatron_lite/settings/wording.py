@@ -1,8 +1,6 @@
 """Numbers of things, as one says them."""
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 pair`, `2,000 pairs`, `3 processes`, `4 microbatches`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 pair`, `2,000 pairs`. plural: where it isn't the noun and an s."""
+    return f"1 {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
