@@ -114,6 +114,8 @@ class GlobalModel:
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         called = in_whole if config.whole else str
+        # Of the names of one parameter Megatron's optimizer takes the last.
+        last = {tuple(native.parts): native.name for native in natives if native.copy}
         inside = [native for native in natives if not native.name.startswith(BESIDE)]
         beside = [native for native in natives if native.name.startswith(BESIDE)]
         for native in chain(beside, *map(pieces, inside)):
@@ -122,7 +124,7 @@ class GlobalModel:
             key = called(key) if name == native.name else key
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
-            slots = () if native.copy else optimizer.tensors(native)
+            slots = optimizer.tensors(native) if native.name == last.get(tuple(native.parts), native.name) else ()
             for prefix, slot in (("", WEIGHT), *slots):
                 chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
@@ -147,8 +149,8 @@ def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
 
 def _extra_objects(names: list[str], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
     known = extra_states(names, CORE_LOCAL if local else CORE)
-    # Of the head GPTModel leaves it out, MambaModel doesn't.
-    with_head = "decoder.final_norm.weight" in names
+    # Of the head GPTModel leaves it out; MambaModel, BertModel and T5Model don't.
+    with_head = any(name.startswith(("decoder.final_norm.", "lm_head.")) for name in names)
     modules = [
         name for name in known if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
     ]

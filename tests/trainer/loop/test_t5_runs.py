@@ -125,25 +125,24 @@ def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up
     "words", [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"]
 )
 def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: Path) -> None:
+    """Of what the trainer saved, and of what megaconv makes of it."""
     rate = "--lr-warmup-iters 0 --lr-decay-iters 7"
     train(place, 2, f"pretrain {T5} {words} {rate} --train-iters 3 --save ckpt --bf16")
-    command = [
-        sys.executable,
-        "-m",
-        "tests.trainer.loop.core_load",
-        str(place / "ckpt" / "iter_0000003"),
-        "1",
-        str(place / "meeting"),
-    ]
+    megaconv.convert(place / "ckpt", place / "again", saver="core", ckpt_format="torch_dist", transformer_impl="local")
     environment = os.environ | {
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "RANK": "0",
     }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "tensors and their optimizer state" in done.stdout
+    for name in ("ckpt", "again"):
+        version, meeting = place / name / "iter_0000003", place / f"meeting of {name}"
+        command = [sys.executable, "-m", "tests.trainer.loop.core_load", str(version), "1", str(meeting)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "tensors and their optimizer state" in done.stdout
 
 
 def test_what_can_not_be_saved_or_sampled_is_refused_before_anything_is_lost(place: Path) -> None:
