@@ -1,8 +1,9 @@
 """GGUF of llama.cpp, in F32, F16, BF16 and Q8_0, of the architectures that are written too.
 
 Matrices keep their dtype; those of Q8_0 become bfloat16, or what --dtype says. Norms, biases and routers, which GGUF has in float32
-whatever the model had, are rounded to the matrices' dtype. Rows of q and k, stacked experts and norms + 1 are undone. --config, or a
-config.json beside, describes the model and has its tokenizer; without one the file's own metadata do, as far as they say everything.
+whatever the model had, are rounded to the matrices' dtype; biases that choose experts, which models have in float32, stay. Rows of q
+and k, stacked experts, what is stored head by head, and norms + 1 are undone. --config, or a config.json beside, describes the model
+and has its tokenizer; without one the file's own metadata do, as far as they say everything.
 """
 
 import logging
@@ -26,7 +27,7 @@ from megaconv.engine.weight_files import has_weights, whole_model
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
 from megaconv.families.parts.gguf_config import config_of
-from megaconv.families.parts.gguf_names import ARCHITECTURES, gguf_rows
+from megaconv.families.parts.gguf_names import ARCHITECTURES, ROUTER_BIAS, gguf_rows
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
@@ -42,6 +43,7 @@ _log = logging.getLogger("megaconv")
 
 _PLAIN = ("float32", "float16", "bfloat16")
 _ROPE_FREQS = "rope_freqs.weight"
+_UNSPLIT = ".attn_kv_b.weight"
 _SPLIT = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
 
 
@@ -118,6 +120,10 @@ def _require_same_model(file: Path, header: GgufHeader, family: str, config: Mod
                 else f", which is not supported; supported are {', '.join(ARCHITECTURES)}"
             )
         )
+    if any(name.endswith(_UNSPLIT) for name in header.tensors):
+        raise UnsupportedInput(
+            f"{file}: has {_UNSPLIT}, as older converters of llama.cpp wrote; convert the model again with a newer one"
+        )
     said = {
         "attention.head_count": config.attention.heads,
         "block_count": config.layer_count,
@@ -144,7 +150,8 @@ def _tensors(file: Path, header: GgufHeader, config: ModelConfig, dtype: str | N
         tensor = _plain(opened, name, stored, main)
         if config.norm.zero_centered and name.endswith("_norm.weight"):
             tensor = AddedTensor(tensor, -1)
-        found[name] = tensor if tensor.dtype == main else CastTensor(tensor, main, name, overflow=False)
+        wanted = "float32" if dtype is None and name.endswith(ROUTER_BIAS) else main
+        found[name] = tensor if tensor.dtype == wanted else CastTensor(tensor, wanted, name, overflow=False)
     return found
 
 

@@ -8,11 +8,12 @@ from formats.gguf import BLOCK, KINDS, GgufLayout, Value
 from formats.tensor import Shape, matrix_shape
 from megaconv.engine.gguf_tokenizer import tokenizer_values
 from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.stored_forms import Form, stored_shape
+from megaconv.engine.stored_forms import LEFT_OUT, Form, stored_shape
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.families.parts.gguf_names import ARCHITECTURES, gguf_rows
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import GGUF
@@ -30,6 +31,11 @@ FILE = "model.gguf"
 _TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
 _ALWAYS_F32 = ("ffn_gate_inp.weight", "position_embd.weight")
 _ROPE_FREQS = "rope_freqs.weight"
+_LATENT = "deepseek2"
+_SCORES = {"softmax": 1, "sigmoid": 2}
+"""What turns a router's logits into weights -> llama.cpp's number of it."""
+_ORIGINAL = "original_max_position_embeddings"
+_YARN = {"rope_type", "factor", _ORIGINAL, "mscale", "mscale_all_dim", "beta_fast", "beta_slow"}
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
@@ -51,11 +57,12 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
             stored = kind
             if len(shape) == 1 or native.name.endswith(_ALWAYS_F32):
                 stored = "float32"
-            elif kind == "q8_0" and matrix_shape(shape)[1] % BLOCK:
+            elif kind == "q8_0" and (matrix_shape(shape)[1] % BLOCK or _is_transposed(native)):
                 stored = "float16"
             is_norm = native.name.endswith("_norm.weight")
             found[Key(name)] = Form(stored, 1 if is_norm and zero_centered else 0)
-    return found
+    predicting = (key for key in header.manifest if key.name.startswith("mtp."))
+    return found | dict.fromkeys(predicting, Form(LEFT_OUT))
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
@@ -83,8 +90,17 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     values = _sizes(config, ARCHITECTURES[table.name], KINDS[main].file_type) | tokenizer_values(
         header.files, config, options.extra
     )
-    lossy = f"matrices are stored as {main}, norms and biases as float32"
-    return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=(lossy,))
+    notices = [f"matrices are stored as {main}, norms and biases as float32"]
+    if config.mtp_layers:
+        notices.append(
+            f"{config.mtp_layers} MTP layer(s) are left out: {ARCHITECTURES[table.name]} has none in llama.cpp; outputs don't change"
+        )
+    return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=notices)
+
+
+def _is_transposed(native: NativeTensor) -> bool:
+    """Whether its rows are columns of canonical tensors, whose blocks of Q8_0 are of their own rows."""
+    return any(region.transposed for regions in native.parts.values() for region in regions)
 
 
 def _row_bytes(native: NativeTensor, info: TensorInfo) -> int:
@@ -104,6 +120,7 @@ def _family(config: ModelConfig) -> Family:
 
 def _natives(config: ModelConfig) -> list[NativeTensor]:
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    config = changed(config, {"mtp_layers": 0})
     found = native_tensors(gguf_rows(_family(config)), config, GGUF, Layout(), 0, whole, config.vocab)
     return [native for native in found if native.copy is None]
 
@@ -111,8 +128,8 @@ def _natives(config: ModelConfig) -> list[NativeTensor]:
 def _sizes(config: ModelConfig, architecture: str, file_type: int) -> dict[str, Value]:
     """What llama.cpp builds the model by."""
     _require_expressible(config)
-    attention, is_llama = config.attention, architecture == "llama"
-    own_heads = "head_dim" in (config.hf or {}) and (config.hf or {})["head_dim"] is not None
+    attention, is_llama, is_latent = config.attention, architecture == "llama", architecture == _LATENT
+    own_heads = not is_latent and "head_dim" in (config.hf or {}) and (config.hf or {})["head_dim"] is not None
     epsilon = "layer_norm_epsilon" if config.norm.kind == "LayerNorm" else "layer_norm_rms_epsilon"
     experts = config.experts
     sizes: dict[str, Value] = {
@@ -135,6 +152,8 @@ def _sizes(config: ModelConfig, architecture: str, file_type: int) -> dict[str, 
         sizes |= {"expert_count": Value("u32", experts.count), "expert_used_count": Value("u32", experts.per_token)}
         if not is_llama:
             sizes["expert_feed_forward_length"] = Value("u32", experts.ffn)
+    if is_latent:
+        sizes |= _latent_sizes(config) | _yarn(config)
     general = {
         "general.architecture": Value("string", architecture),
         "general.type": Value("string", "model"),
@@ -144,17 +163,87 @@ def _sizes(config: ModelConfig, architecture: str, file_type: int) -> dict[str, 
     return general | {f"{architecture}.{name}": value for name, value in sizes.items()}
 
 
-def _require_expressible(config: ModelConfig) -> None:
-    scaling = config.positions.scaling
-    if scaling is not None and scaling.get("rope_type") != "llama3":
+def _latent_sizes(config: ModelConfig) -> dict[str, Value]:
+    """Of deepseek2, which computes latent attention with one key and value for all heads: the latent vector and what rotates.
+
+    How experts are chosen is what the family does, whatever its config.json leaves out: without a word llama.cpp takes softmax.
+    """
+    attention, latent, experts = config.attention, config.latent, config.experts
+    sizes = {
+        "vocab_size": Value("u32", config.vocab),
+        "attention.head_count_kv": Value("u32", 1),
+        "attention.kv_lora_rank": Value("u32", latent.kv_rank),
+        "attention.key_length": Value("u32", latent.kv_rank + latent.rope_dim),
+        "attention.value_length": Value("u32", latent.kv_rank),
+        "attention.key_length_mla": Value("u32", attention.head_dim),
+        "attention.value_length_mla": Value("u32", latent.v_dim),
+        "rope.dimension_count": Value("u32", latent.rope_dim),
+        "leading_dense_block_count": Value("u32", min(config.layers_with("moe"))),
+        "expert_shared_count": Value("u32", experts.shared_ffn // experts.ffn),
+        "expert_weights_scale": Value("f32", experts.scale or 1.0),
+        "expert_weights_norm": Value("bool", experts.renormalize),
+        "expert_gating_func": Value("u32", _SCORES[experts.score]),
+    }
+    if latent.q_rank:
+        sizes["attention.q_lora_rank"] = Value("u32", latent.q_rank)
+    if experts.groups:
+        sizes["expert_group_count"] = Value("u32", experts.groups)
+        sizes["expert_group_used_count"] = Value("u32", experts.group_topk)
+    return sizes
+
+
+def _yarn(config: ModelConfig) -> dict[str, Value]:
+    """Of deepseek2, which takes mscale for mscale_all_dim, stored as a tenth. Raises NotExpressible where they differ."""
+    scaling = {name: value for name, value in (config.positions.scaling or {}).items() if value is not None}
+    if not scaling:
+        return {}
+    mscale = scaling.get("mscale")
+    truncated = scaling.pop("truncate", True)
+    if (
+        not mscale
+        or mscale != scaling.get("mscale_all_dim")
+        or not truncated
+        or scaling.keys() - _YARN
+        or _ORIGINAL not in scaling
+    ):
         raise NotExpressible(
-            f"--saver gguf: rope scaling {scaling.get('rope_type')!r} is not supported; only llama3 is"
+            f"--saver gguf: rope scaling {dict(scaling)} is not supported for {config.family}: llama.cpp has yarn with one number for "
+            "mscale and mscale_all_dim"
+        )
+    return {
+        "rope.scaling.type": Value("string", "yarn"),
+        "rope.scaling.factor": Value("f32", scaling["factor"]),
+        "rope.scaling.original_context_length": Value("u32", scaling[_ORIGINAL]),
+        "rope.scaling.yarn_beta_fast": Value("f32", scaling.get("beta_fast", 32.0)),
+        "rope.scaling.yarn_beta_slow": Value("f32", scaling.get("beta_slow", 1.0)),
+        "rope.scaling.yarn_log_multiplier": Value("f32", 0.1 * mscale),
+    }
+
+
+def _require_expressible(config: ModelConfig) -> None:
+    scaling, is_latent = config.positions.scaling, ARCHITECTURES[config.family] == _LATENT
+    usable = "yarn" if is_latent else "llama3"
+    if scaling is not None and scaling.get("rope_type") != usable:
+        raise NotExpressible(
+            f"--saver gguf: rope scaling {scaling.get('rope_type')!r} is not supported; only {usable} is"
         )
     if config.window is not None and config.window < config.max_positions:
         raise NotExpressible(f"--saver gguf: a window of {config.window:,} positions is not supported")
-    if config.experts.count and (not config.experts.renormalize or config.has("dense", 0)):
+    if is_latent:
+        _require_latent_expressible(config)
+    elif config.experts.count and (not config.experts.renormalize or config.has("dense", 0)):
         raise NotExpressible(
             "--saver gguf: this mixture of experts is not supported: every layer has one, whose weights sum up to 1"
+        )
+
+
+def _require_latent_expressible(config: ModelConfig) -> None:
+    """deepseek2 has dense layers before all others, and shared experts as wide as routed ones."""
+    layers, experts = config.layers_with("moe"), config.experts
+    if not layers or min(layers) + len(layers) != config.layer_count or experts.shared_ffn % experts.ffn:
+        raise NotExpressible(
+            "--saver gguf: this mixture of experts is not supported: from some layer on every one has experts, shared ones as wide as "
+            "the others"
         )
 
 

@@ -20,12 +20,14 @@ from megaconv.engine.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joine
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.options import FP8_BLOCK, NVFP4, QUANTIZATIONS
 
+LEFT_OUT = "left out"
+
 
 class Form(NamedTuple):
     """How one tensor is stored."""
 
     kind: str
-    """A dtype's name, `q8_0`, `fp8-block` (`fp8_blocks.py`) or `nvfp4` (`nvfp4.py`)."""
+    """A dtype's name, `q8_0`, `fp8-block` (`fp8_blocks.py`), `nvfp4` (`nvfp4.py`), or LEFT_OUT: the output hasn't it."""
     add: int = 0
     """A number that is added in float32."""
     joined: str = ""
@@ -125,6 +127,7 @@ class StoredSource:
         manifest = {
             key: TensorInfo(info.shape, READ_AS) if self._form(key, info.dtype).is_quantized else stored[key]
             for key, info in self.source.header.manifest.items()
+            if self._form(key, info.dtype).kind != LEFT_OUT
         }
         return replace(self.source.header, manifest=manifest)
 
@@ -158,7 +161,7 @@ class StoredSource:
                 yield _named(key, nvfp4.SCALES), Fp4Scales(groups)
                 if form.brings_scale_2:
                     yield _named(key, nvfp4.SCALE_2), Fp4Scale2(groups.joined)
-            else:
+            elif form.kind != LEFT_OUT:
                 yield key, self._stored(key, tensor, form)
 
     def _joined(self, tensors: Iterable[tuple[Key, LazyTensor]]) -> dict[str, Joined]:
@@ -177,6 +180,8 @@ class StoredSource:
 
 def _stored_infos(key: Key, info: TensorInfo, form: Form) -> dict[Key, TensorInfo]:
     """A tensor as it is stored, and those of its scales."""
+    if form.kind == LEFT_OUT:
+        return {}
     if form.kind == FP8_BLOCK:
         scales = {_named(key, fp8_blocks.SCALES): TensorInfo(grid(info.shape), "float32")}
         return {key: TensorInfo(info.shape, "float8_e4m3fn"), **scales}

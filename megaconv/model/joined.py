@@ -20,6 +20,7 @@ from megaconv.model.table import (
     Fused,
     Halves,
     OtherAxis,
+    PerHead,
     RopeLast,
     RotaryPairs,
     Row,
@@ -99,6 +100,7 @@ def templates(row: Row, spelled: tuple[Separate, ...], rank: Rank) -> Iterator[T
                     native = _rearranged(native, pairs=rank.sizes["head_dim"])
                 native = _rearranged(native, halves=True) if isinstance(spelling, Halves) else native
                 native = _rope_last(native, spelling, rank) if isinstance(spelling, RopeLast) else native
+                native = _per_head(native, spelling, rank) if isinstance(spelling, PerHead) else native
                 native = _second_half_first(native) if isinstance(spelling, SecondHalfFirst) else native
                 native = native._replace(shift=spelling.by) if isinstance(spelling, Shifted) else native
                 yield Template(native, row.of_experts)
@@ -136,6 +138,18 @@ def _rearranged(native: NativeTensor, *, pairs: int = 0, halves: bool = False) -
         for name, regions in native.parts.items()
     }
     return native._replace(parts=parts)
+
+
+def _per_head(native: NativeTensor, spelling: PerHead, rank: Rank) -> NativeTensor:
+    """The same rows with an axis for the heads; or each head's columns as rows, one head's after the other's."""
+    heads, (rows, cols) = rank.sizes["heads"], matrix_shape(native.shape)
+    step = rows // heads
+    if not spelling.transposed:
+        return native._replace(shape=(heads, step, cols))
+    ((name, (whole,)),) = native.parts.items()
+    starts = ((whole.box.row0 + head * step, head * cols) for head in range(heads))
+    regions = (Region(whole.box._replace(row0=row0, row1=row0 + step), row, transposed=True) for row0, row in starts)
+    return native._replace(parts={name: tuple(regions)}, shape=(heads, cols, step))
 
 
 def _second_half_first(native: NativeTensor) -> NativeTensor:

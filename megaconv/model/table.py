@@ -76,6 +76,14 @@ class RotaryPairs(Separate):
 
 
 @dataclass(frozen=True)
+class PerHead(Separate):
+    """A canonical tensor [heads*rows, cols] with an axis of its own for the heads: [heads, rows, cols]."""
+
+    transposed: bool = False
+    """Whether each head is stored as its transpose, [heads, cols, rows]."""
+
+
+@dataclass(frozen=True)
 class Halves(Separate):
     """A canonical tensor whose rows alternate, g0 u0 g1 u1 ..., with every first row above every second one, [g; u]."""
 

@@ -4,10 +4,11 @@
     llama.rope.freq_base 500000.0       rope_theta
     tensors: no output.weight           tie_word_embeddings
 
-What a file leaves open isn't guessed: positions that are scaled need the model's own config.json. A mistral is a llama there.
+What a file leaves open isn't guessed: positions that are scaled need the model's own config.json, but for DeepSeek's, which are told
+whole. A mistral is a llama there; whether a `deepseek2` is a V2 or a V3 is told by how its router weighs experts.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,32 @@ _GPT2 = {
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }
 """Key of config.json -> of the file, behind the architecture's name."""
+_LATENT = {
+    "qk_rope_head_dim": "rope.dimension_count",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "qk_nope_head_dim": "attention.key_length_mla",  # less what rotates
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+}
+"""Of deepseek2, beside _LLAMA_LIKE."""
+_YARN = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "mscale": "rope.scaling.yarn_log_multiplier",
+}
+_GATED = {1: ("DeepseekV2ForCausalLM", "deepseek_v2"), 2: ("DeepseekV3ForCausalLM", "deepseek_v3")}
+"""expert_gating_func -> the model of which it is."""
+_Said = Callable[[str], Any]
+
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"), "mixtral": ("MixtralForCausalLM", "mixtral"), "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"), "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"), "gemma": ("GemmaForCausalLM", "gemma"),
-    "gpt2": ("GPT2LMHeadModel", "gpt2"),
+    "gpt2": ("GPT2LMHeadModel", "gpt2"), "deepseek2": _GATED[2],
 }  # fmt: skip
 _SCALED = ("rope.scaling.type", "rope.scaling.factor")
 
@@ -55,9 +78,13 @@ def config_of(keys: Mapping[str, Any], tensors: Collection[str], vocab: int, whe
         value = keys.get(f"{architecture}.{name}")
         return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-06, which float32 doesn't have
 
-    names = _GPT2 if architecture == "gpt2" else _LLAMA_LIKE
-    missing = [name for name in names.values() if said(name) is None]
-    if missing or "rope_freqs.weight" in tensors or any(said(name) not in (None, "none") for name in _SCALED):
+    names, is_latent = _GPT2 if architecture == "gpt2" else _LLAMA_LIKE, architecture == "deepseek2"
+    needed = [*names.values(), *([*_LATENT.values(), "expert_gating_func"] if is_latent else [])]
+    scaled = [name for name in _SCALED if said(name) not in (None, "none")]
+    if is_latent and scaled and said(_SCALED[0]) == "yarn":
+        needed, scaled = [*needed, *_YARN.values()], []
+    missing = [name for name in needed if said(name) is None]
+    if missing or "rope_freqs.weight" in tensors or scaled:
         what = f"doesn't say {architecture}.{missing[0]}" if missing else "scales positions, and not by which numbers"
         raise UsageError(
             f"{where}: {what}; give --config with the Hugging Face directory of the model", code="config-needed"
@@ -76,6 +103,8 @@ def config_of(keys: Mapping[str, Any], tensors: Collection[str], vocab: int, whe
     if architecture == "gpt2":
         return found | {"activation_function": "gelu_new"}
     found |= {"rope_theta": said("rope.freq_base") or 10000.0, "hidden_act": "silu"}
+    if is_latent:
+        return found | _latent(said, where)
     found["head_dim"] = said("attention.key_length") or found["hidden_size"] // found["num_attention_heads"]
     if architecture == "gemma":
         found["hidden_act"] = "gelu_pytorch_tanh"
@@ -90,4 +119,33 @@ def config_of(keys: Mapping[str, Any], tensors: Collection[str], vocab: int, whe
     if architecture == "qwen3moe":
         found |= {"moe_intermediate_size": said("expert_feed_forward_length"), "norm_topk_prob": True}
         found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return found
+
+
+def _latent(said: _Said, where: str) -> dict[str, Any]:
+    """Of deepseek2. Raises UnsupportedInput for a router that neither V2 nor V3 has."""
+    gate = said("expert_gating_func")
+    if gate not in _GATED:
+        raise UnsupportedInput(
+            f"{where}: says deepseek2.expert_gating_func = {gate!r:.40}; supported are 1 (V2) and 2 (V3)"
+        )
+    model, model_type = _GATED[gate]
+    found = {key: said(name) for key, name in _LATENT.items()}
+    found["qk_nope_head_dim"] -= found["qk_rope_head_dim"]
+    found |= {"architectures": [model], "model_type": model_type, "num_key_value_heads": said("attention.head_count")}
+    found |= {
+        "q_lora_rank": said("attention.q_lora_rank") or None,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+    }
+    found["norm_topk_prob"] = bool(said("expert_weights_norm"))
+    if model_type == "deepseek_v3":
+        found |= {"n_group": said("expert_group_count") or 1, "topk_group": said("expert_group_used_count") or 1}
+    if said(_SCALED[0]) == "yarn":
+        scaling = {"rope_type": "yarn", **{key: said(name) for key, name in _YARN.items()}}
+        scaling["mscale"] = scaling["mscale_all_dim"] = float(f"{10 * scaling['mscale']:.6g}")
+        for key in ("beta_fast", "beta_slow"):
+            if (value := said(f"rope.scaling.yarn_{key}")) is not None:
+                scaling[key] = value
+        found["rope_scaling"] = scaling
     return found

@@ -1,17 +1,22 @@
 """What GGUF calls the tensors of a family: the names of llama.cpp's `llama`, which its other architectures share.
 
 llama.cpp's `llama` rotates pairs of neighbours, as Meta does, so that q and k have their rows in pairs; its other architectures
-rotate halves, as transformers does. Experts are stacked, gates and ups each by themselves.
+rotate halves, as transformers does. Experts are stacked, gates and ups each by themselves. `deepseek2` (V2 and V3) rotates pairs of
+neighbours too, and so do DeepSeek's own files. It multiplies queries by what makes keys of latent vectors, so that this is stored
+transposed, head by head.
 """
 
 from megaconv.families import Family
-from megaconv.model.table import Fused, RotaryPairs, Row, Spelling, Stacked
+from megaconv.model.table import Fused, PerHead, RotaryPairs, Row, Spelling, Stacked
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma": "gemma", "gpt2": "gpt2",
     "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
-"""Our families -> llama.cpp's architectures. What is checked against llama.cpp's own converter, no more."""
+"""Our families -> llama.cpp's architectures. What is checked against llama.cpp's own converter, DeepSeek's against its rules, no more."""
+ROUTER_BIAS = "exp_probs_b.bias"
+"""How the name of what takes part in the choice of experts ends."""
 
 _L = "blk.{l}."
 _NAMES: dict[str, Spelling] = {
@@ -37,6 +42,18 @@ _NAMES: dict[str, Spelling] = {
         Stacked(_L + "ffn_gate_exps.weight", members=(0,)), Stacked(_L + "ffn_up_exps.weight", members=(1,)),
     ),
     "layers.{l}.mlp.experts.{e}.down.weight": Stacked(_L + "ffn_down_exps.weight"),
+    "layers.{l}.mlp.router.bias": _L + ROUTER_BIAS,
+    "layers.{l}.mlp.shared.{gate|up}.weight": _L + "ffn_{gate|up}_shexp.weight",
+    "layers.{l}.mlp.shared.down.weight": _L + "ffn_down_shexp.weight",
+    "layers.{l}.attn.q.weight": _L + "attn_q.weight",
+    "layers.{l}.attn.q_down.weight": _L + "attn_q_a.weight",
+    "layers.{l}.attn.q_latent_norm.weight": _L + "attn_q_a_norm.weight",
+    "layers.{l}.attn.q_up.weight": _L + "attn_q_b.weight",
+    "layers.{l}.attn.kv_down.weight": _L + "attn_kv_a_mqa.weight",
+    "layers.{l}.attn.kv_latent_norm.weight": _L + "attn_kv_a_norm.weight",
+    "layers.{l}.attn.{k|v}_up.weight": (
+        PerHead(_L + "attn_k_b.weight", transposed=True, members=(0,)), PerHead(_L + "attn_v_b.weight", members=(1,)),
+    ),
     "final_norm.weight": "output_norm.weight",
     "final_norm.{weight|bias}": "output_norm.{weight|bias}",
     "head.weight": "output.weight",
