@@ -183,7 +183,8 @@ def real_checkpoints() -> list[Path]:
     names = [
         path.name
         for path in sorted(FIXTURES.iterdir())
-        if path.is_dir() and not path.name.startswith(("dcp-", "peft-", "gguf-", "deepspeed-", "orbax-", "modelopt-"))
+        if path.is_dir()
+        and not path.name.startswith(("dcp-", "peft-", "gguf-", "deepspeed-", "orbax-", "modelopt-", "fsdp1-"))
     ]
     # One was written by a script that gave it few arguments.
     found = [

@@ -84,7 +84,9 @@ def further_logits(path: Path, tokens: "torch.Tensor", directory: Path) -> "torc
     return logits
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"tp": 1, "pp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow), {"tp": 1, "pp": 2, "ep": 2}], ids=str
+)
 def test_megatron_predicts_the_token_after_the_next_as_transformers_modules_do(
     sizes: dict[str, int], model: Path, megatron: Megatron, tmp_path: Path
 ) -> None:

@@ -11,10 +11,10 @@ _BY_REASON: Mapping[str, str] = {
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
         export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model gated_linear_unit
         hidden_size hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern is_hybrid_model linear_attention_freq
-        mla_down_proj_fusion model_type modelopt_enabled moe_layer_freq moe_router_enable_expert_bias moe_shared_expert_gate
-        moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers num_experts num_moe_experts num_unique_layers
-        param_sharing_style relative_attention_num_buckets use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert
-        use_legacy_models use_mcore_models
+        mla_down_proj_fusion model_type modelopt_enabled moe_latent_size moe_layer_freq moe_router_enable_expert_bias
+        moe_shared_expert_gate moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers num_experts num_moe_experts
+        num_unique_layers param_sharing_style relative_attention_num_buckets use_grouped_gemm_for_dense_mlp
+        use_grouped_gemm_for_shared_expert use_legacy_models use_mcore_models
     """,
     "Megatron sets it from other arguments, or ignores it": """
         async_tensor_model_parallel_allreduce bias_activation_fusion fp4_param fp8_param moe_extended_tp
@@ -272,9 +272,10 @@ _BY_REASON: Mapping[str, str] = {
         wandb_entity wandb_exp_name wandb_project wandb_save_dir yaml_cfg
     """,
     "flags of megatron_lite, which mean the same as Megatron's": """
-        compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss epochs finetune_data finetune_form finetune_turns
-        fp32 keep_last lora_alpha lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion
-        no_check_for_nan_in_loss_and_grad peak_tflops plot resume show_sample valid_finetune_data
+        bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss epochs finetune_data finetune_form
+        finetune_turns fp32 fp8_format keep_last lora_alpha lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file
+        no_bias_gelu_fusion
+        no_check_for_nan_in_loss_and_grad no_fp8_wgrad no_manual_gc_eval peak_tflops plot resume show_sample valid_finetune_data
     """,
 }
 

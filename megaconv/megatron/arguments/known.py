@@ -35,7 +35,7 @@ _READ = """
     rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor enable_gpt_oss
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int
-    attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input moe_latent_size
+    attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input
     experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim
     hybrid_layer_pattern mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim

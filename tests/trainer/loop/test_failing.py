@@ -129,7 +129,7 @@ def test_a_mistake_is_told_once_by_rank_0_and_ends_all(words: str, size: int, me
     assert "Traceback" not in running.logs()
 
 
-@pytest.mark.parametrize("asynchronous", ["", "--async-save"])
+@pytest.mark.parametrize("asynchronous", ["", pytest.param("--async-save", marks=pytest.mark.slow)])
 def test_ranks_whose_launcher_is_killed_end_with_one_line(tmp_path: Path, asynchronous: str) -> None:
     words = (
         f"{COMMAND} --train-iters 100000 --tensor-model-parallel-size 2 --save ckpt --save-interval 5 {asynchronous}"

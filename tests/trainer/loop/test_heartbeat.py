@@ -76,7 +76,10 @@ def _stop_at_a_step(victim: int, what: str, rank: int) -> None:
     ("what", "minutes", "message"),
     [
         ("stops", 5, "rank 1 has given no sign of life for 15 seconds"),
-        ("hangs", 0.25, r"rank 1 has been at step 4 for 0.25 minutes, and the others wait for it: in train_step"),
+        pytest.param(
+            *("hangs", 0.5, r"rank 1 has been at step 4 for 0.5 minutes, and the others wait for it: in train_step"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_end_with_the_cause_when_one_is_gone_or_hangs(

@@ -110,6 +110,7 @@ def test_a_model_from_flags_that_predicts_further_tokens_goes_on_in_both_formats
     assert prints[0].weights == prints[1].weights
 
 
+@pytest.mark.slow
 def test_megatron_core_loads_dense_layers_and_experts_strictly(mixed: Path) -> None:
     train(mixed, 2, f"{COMMAND} --bf16 --ep 2 --use-distributed-optimizer")
     assert_core_loads(mixed)

@@ -102,7 +102,13 @@ def losses(_rank: int, run: Case) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+SLOW = ("tensorwise", "delayed")
+"""On a CPU: torch's product by one scale of each matrix takes its elements one by one."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in RECIPES]
+)
 def test_a_model_learns_in_fp8_almost_as_in_bf16(recipe: str) -> None:
     plain, found = losses(0, case(None)), losses(0, case(FP8("e4m3", recipe)))
     assert found != plain

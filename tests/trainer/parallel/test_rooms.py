@@ -7,7 +7,8 @@ from tests.test_architecture import fail_at, imports, modules
 FILES = dict(modules("megatron_lite"))
 ROOM = "megatron_lite.parallel."
 GROUPS_AND_COLLECTIVES = {f"{ROOM}comm", f"{ROOM}grid"}
-OF_A_LAYER = {f"{ROOM}comm", f"{ROOM}tensor", f"{ROOM}kinds", f"{ROOM}payload", f"{ROOM}context"}
+PRODUCTS = {f"{ROOM}product", f"{ROOM}fp8", f"{ROOM}transformer_engine"}
+OF_A_LAYER = {f"{ROOM}comm", f"{ROOM}tensor", f"{ROOM}kinds", f"{ROOM}payload", f"{ROOM}context", *PRODUCTS}
 """What of the parallel core a model is made with."""
 
 

@@ -101,7 +101,7 @@ def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[s
     assert main(f"{GPT3} --cp 2".split()) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
-    assert "neither context parallelism nor adapters can be planned yet" in errors[2]
+    assert "context parallelism, adapters and --dpo can't be planned yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())
