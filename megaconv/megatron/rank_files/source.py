@@ -49,8 +49,8 @@ from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_diffe
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype, shift_of
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import LEGACY, Naming
-from megaconv.model.natives import NativeTensor, native_tensors
-from megaconv.model.table import canonical_shapes, second_names
+from megaconv.model.natives import NativeTensor, RankTensors
+from megaconv.model.table import canonical_shapes, second_names, with_beside
 from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
 
@@ -298,12 +298,13 @@ def _place(
     ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, spellings: Spellings, optimizers: Optimizers
 ) -> Iterator[Placed]:
     """Every tensor of every rank in its place. Raises TensorMismatch for missing and unknown ones."""
-    rows = family(config.family).rows
+    rows = with_beside(family(config.family).rows, config)
+    tensors = RankTensors(rows, config, spellings.naming, layout, padded)
     for chunk in layout.chunks():
         expert_shards: set[tuple[int, int]] = set()
         for tp_rank in range(layout.tp):
             for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
-                natives = native_tensors(rows, config, spellings.naming, layout, tp_rank, chunk, padded, rank.ep)
+                natives = tensors.of(tp_rank, chunk, rank.ep)
                 shard = (rank.ep, tp_rank % layout.etp)
                 # Dense tensors are stored again by every expert rank, and shards of experts by some tensor ranks.
                 for placed in _place_chunk(
