@@ -8,6 +8,7 @@ from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.parts.whole_model import whole_notices
+from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.distributed.bridge_files import BRIDGE, FOR, is_for_bridge
@@ -88,19 +89,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     return replace(planned, notices=notices)
 
 
-_NOT_IN_CORE = {
-    "output_norm": "norms after sublayers",
-    "sandwich_norm": "norms after sublayers",
-    "wide_qk_norm": "norms of q and k over all heads",
-    "capped_scores": "capped attention scores",
-    "capped_logits": "capped logits",
-    "two_ropes": "a second base of rope",
-}
-"""Feature of a model -> what Megatron core would need for it."""
-
-
 def _modules_of_others(config: ModelConfig) -> tuple[str, ...]:
-    lacking = [what for feature, what in _NOT_IN_CORE.items() if config.has(feature)]
+    lacking = [what for feature, what in NOT_IN_CORE.items() if config.has(feature)]
     if not lacking:
         return ()
     built = "the model has to be built with Megatron-Bridge's or others; names in the checkpoint are Megatron-Bridge's"

@@ -1,5 +1,6 @@
 """What the engine asks of one virtual stage of a model, of whatever kind."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class Counted(NamedTuple):
     weights: Tensor
 
 
-class Network(nn.Module):
+class Network(nn.Module, ABC):
     """Its parameters are those of native_tensors(..., "core", ...), names and shapes alike."""
 
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
@@ -28,13 +29,13 @@ class Network(nn.Module):
         self.plan, self.is_first, self.is_last = plan, chunk.is_first, chunk.is_last
 
     @classmethod
+    @abstractmethod
     def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:
         """Of all losses that the last stage computes; the first is the one that is meant by the word alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def units(self) -> Iterator[nn.Module]:
         """The modules before which parameters have to be there."""
-        raise NotImplementedError
 
     def takes(self, lengths: Lengths) -> Wires:
         """What the stage before this one gives, of a microbatch of these sizes: of one stack its activations alone."""
@@ -50,17 +51,17 @@ class Network(nn.Module):
         here = tokens // ranks.size if ranks.sequence else tokens
         return Wire((here, rows, self.plan.config.hidden), next(self.parameters()).dtype)
 
+    @abstractmethod
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """taken: what the stage before gave. On the last stage what `loss` and `logits` take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, Counted]]:
         """(what to go backward from, losses by the names of loss_names). On the last stage, of what forward gave."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, given: Payload) -> Tensor:
         """float32 [batch, sequence, vocabulary], the same on every tensor rank; on the last stage, without a gradient."""
-        raise NotImplementedError
 
 
 def mean_of_each_microbatch(mask: Tensor) -> Tensor:

@@ -54,13 +54,17 @@ _PARALLEL = (
 )
 """Fields that Megatron-LM's arguments and providers call the same."""
 
-_NOT_BUILT = {
+NOT_IN_CORE = {
     "output_norm": "norms after sublayers",
     "sandwich_norm": "norms after sublayers",
     "wide_qk_norm": "norms of q and k over all heads",
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
     "two_ropes": "a second base of rope",
+}
+"""Feature of a model -> what Megatron core would need for it."""
+_NOT_BUILT = {
+    **NOT_IN_CORE,
     "post_norm": "norms after sublayers",
     "encoder": "an encoder",
     "mamba_layers": "Mamba layers",
