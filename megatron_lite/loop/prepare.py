@@ -39,6 +39,7 @@ from megatron_lite.settings.options import (
     MuonOptions,
     OptimizerOptions,
     Preference,
+    QkClip,
     Recompute,
 )
 from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_out
@@ -193,6 +194,8 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
+        qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
+        tell_scores=settings.logging.log_max_attention_logit,
     )  # fmt: skip
 
 

@@ -210,6 +210,8 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         **run.meter.read(run.progress.consumed_samples),
     }
     others = {name: mean(each.others[name] for each in steps) for name in report.others}
+    if report.largest_score is not None:
+        others["max_attention_logit"] = max(each.largest_score or 0.0 for each in steps)
     run.interval.clear()
     run.say(line(figures | {"others": others}, run.settings.training.train_iters))
     for sink in run.sinks:

@@ -214,6 +214,12 @@ class Optimizer:
         "each tensor rank's part a matrix of its own, or all of them gathered",
         choices=("blockwise", "duplicated"),
     )
+    qk_clip: bool = flag(
+        False,
+        "after each step shrink what makes queries and keys of heads whose scores grew too large, with any optimizer",
+    )
+    qk_clip_threshold: float = flag(100.0, "the largest score of attention that is left alone")
+    qk_clip_alpha: float = flag(0.5, "the queries' share in it, as an exponent; the keys' is the rest")
     lr: float | None = flag(None, "highest learning rate")
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: str = flag(
@@ -387,6 +393,9 @@ class Logging:
     """Logging"""
 
     log_interval: int = flag(100, "steps between log lines")
+    log_max_attention_logit: bool = flag(
+        False, "log the largest score of attention (--qk-clip always does); costs products of all queries with all keys"
+    )
     metrics_file: str | None = flag(None, "append one JSON object for each logged step")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events")
     wandb_project: str | None = flag(None, "log to Weights & Biases")

@@ -56,6 +56,10 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     training = settings.training
     check_flags(settings)
     check_steps(training)
+    if settings.optimizer.qk_clip and config.attention.qk_norm:
+        raise UsageError(
+            "--qk-clip does nothing here but shrink weights: norms of q and k come after them; leave it out"
+        )
     layout = _layout(settings.parallel, config, world, options)
     seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
@@ -267,6 +271,7 @@ def check_flags(settings: Settings) -> None:
         (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
         (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
+        *_of_scores(settings),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
@@ -301,6 +306,18 @@ def check_flags(settings: Settings) -> None:
     for wrong, message in refused:
         if wrong:
             raise UsageError(message)
+
+
+def _of_scores(settings: Settings) -> list[tuple[bool, str]]:
+    """(what is wrong, how it is said) of QK-clip."""
+    optimizer = settings.optimizer
+    given = [name for name in ("qk_clip_threshold", "qk_clip_alpha") if name in settings.given]
+    return [
+        (bool(given) and not optimizer.qk_clip, f"--{'-'.join(given[:1]).replace('_', '-')} goes with --qk-clip"),
+        (optimizer.qk_clip_threshold <= 0, f"--qk-clip-threshold {optimizer.qk_clip_threshold:g} has to be more than 0"),
+        (not 0 <= optimizer.qk_clip_alpha <= 1, f"--qk-clip-alpha {optimizer.qk_clip_alpha:g} has to lie between 0 and 1"),
+        (optimizer.qk_clip and settings.lora.wanted, "--qk-clip changes weights, which stay as they are beside adapters; leave it out"),
+    ]  # fmt: skip
 
 
 def _of_pairs(settings: Settings) -> list[tuple[bool, str]]:

@@ -8,7 +8,10 @@ import pytest
 from tests.runs import run as megaconv
 from tests.trainer.loop.launches import LLAMA, launch, train
 
-MUON = f"pretrain {LLAMA} --optimizer muon --bf16 --train-iters 4 --check-weight-hash-across-dp-replicas-interval 1"
+MUON = (
+    f"pretrain {LLAMA} --optimizer muon --bf16 --train-iters 4 --check-weight-hash-across-dp-replicas-interval 1 "
+    "--qk-clip --qk-clip-threshold 0.001"
+)
 
 
 @pytest.mark.parametrize(("form", "size"), [("torch_dist", 2), ("torch", 1)])
@@ -17,10 +20,12 @@ def test_a_stopped_run_goes_on_to_the_same_bits(form: str, size: int, tmp_path: 
     for more in ("--exit-interval 2", "--resume"):
         train(tmp_path / "stopped", size, f"{MUON} --ckpt-format {form} --save ckpt {more}")
     straight, stopped = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("straight", "stopped")
     )
-    assert straight == stopped
+    for name in ("loss", "max_attention_logit"):
+        assert [line[name] for line in straight] == [line[name] for line in stopped]
+    assert straight[0]["max_attention_logit"] > 0.001
     outcome = megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt")
     assert outcome.status == 0
     assert "momentum_buffer" in outcome.out
