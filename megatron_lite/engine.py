@@ -27,6 +27,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
+from megatron_lite.parallel.dealing import Dealer
 from megatron_lite.parallel.fp8 import end_step
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import Kind, declared
@@ -147,7 +148,7 @@ class Engine:
         return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
-        grid = self.grid
+        grid, dealer = self.grid, Dealer() if optimizer.distributed and optimizer.kind == "muon" else None
         for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             buckets = ChunkBuckets(
                 module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
@@ -155,6 +156,7 @@ class Engine:
                 distributed=optimizer.distributed,
                 sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
                 overlap=optimizer.overlap_grad_reduce,
+                dealer=dealer,
             )  # fmt: skip
             buckets.wait_before(module.units())
             self.buckets.append(buckets)

@@ -1,4 +1,5 @@
-"""The optimizer: masters in fp32 and their state, whole on every data-parallel rank or shared among them (ZeRO 1).
+"""The optimizer: masters in fp32 and their state, whole on every data-parallel rank or shared among them (ZeRO 1), cut anywhere but for
+Muon's matrices, which are shared out whole.
 
 Bytes per parameter with d data-parallel ranks, for AdamW: in 16 bits 2 (parameter) + 4 (gradient) + 12 (master, two moments),
 of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own master: 4 + 4 + 8.

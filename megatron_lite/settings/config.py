@@ -193,8 +193,9 @@ class Optimizer:
     """Optimizer and learning rate"""
 
     optimizer: str = flag(
-        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest",
-        choices=("adam", "sgd", "muon"),
+        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest; dist_muon: muon with "
+        "--use-distributed-optimizer",
+        choices=("adam", "sgd", "muon", "dist_muon"),
     )  # fmt: skip
     sgd_momentum: float = flag(0.9, "momentum of sgd")
     muon_momentum: float = flag(0.95, "momentum of muon")
@@ -244,6 +245,11 @@ class Optimizer:
     adam_beta1: float = flag(0.9, "Adam's first beta")
     adam_beta2: float = flag(0.999, "Adam's second beta")
     adam_eps: float = flag(1e-8, "Adam's epsilon")
+
+    @property
+    def kind(self) -> str:
+        """`adamw`, `sgd` or `muon`."""
+        return {"adam": "adamw", "dist_muon": "muon"}.get(self.optimizer, self.optimizer)
 
 
 @dataclass(frozen=True)

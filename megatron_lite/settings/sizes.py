@@ -12,7 +12,6 @@ from megatron_lite.settings.options import CONTEXT, ModelOptions
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
-WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
 """Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
 
@@ -266,9 +265,8 @@ def check_flags(settings: Settings) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
     balance = settings.balance
     unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-    muon = settings.optimizer.optimizer == "muon"
+    muon = settings.optimizer.kind == "muon"
     refused = [
-        (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
         (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         *_of_scores(settings),
