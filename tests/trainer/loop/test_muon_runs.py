@@ -47,10 +47,10 @@ def test_what_a_distributed_optimizer_saved_goes_on_alone_and_is_converted(tmp_p
     )
     assert found == pytest.approx(expected, rel=2e-3)
     assert megaconv("convert", tmp_path / "ckpt", tmp_path / "hf", "--saver", "hf").status == 0
-    assert (
-        megaconv("convert", tmp_path / "ckpt", tmp_path / "ranks", "--saver", "core", "--ckpt-format", "torch").status
-        == 0
-    )
+    core = ("convert", tmp_path / "ckpt", tmp_path / "ranks", "--saver", "core")
+    refused = megaconv(*core)
+    assert (refused.status, "state is Muon's" in refused.err, "--no-optimizer" in refused.err) == (2, True, True)
+    assert megaconv(*core, "--no-optimizer").status == 0
 
 
 def test_what_another_optimizer_saved_is_refused_and_both_ways_out_are_named(tmp_path: Path) -> None:

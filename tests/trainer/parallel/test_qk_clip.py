@@ -177,9 +177,8 @@ LAYOUTS = [
     clipped("gpt2", pp=2, steps=4),
 ]
 MANY = [
-    replace(each, model=model, masked=masked, **layout)
+    replace(each, model=model, **layout)
     for model in ("gpt2", "llama", "deepseek_v3", "further tokens", "gpt_oss")
-    for masked in (False, True)
     for each, layout in (
         (clipped("gpt2", steps=8), {"tp": 2, "pp": 2, "sequence_parallel": True}),
         (clipped("gpt2", steps=8), {"pp": 2, "vpp": 2, "dp": 2, "distributed": True}),
