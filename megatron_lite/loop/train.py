@@ -14,8 +14,9 @@ import torch
 from formats import rank_files
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
+from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot, rank_snapshot
+from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.data.batches import GlobalBatches, prefetch
 from megatron_lite.data.samples import Dataset
