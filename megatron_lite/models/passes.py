@@ -85,6 +85,8 @@ class Pass:
     types: Tensor | None = None
     visible: Tensor | None = None
     swapped: Tensor | None = None
+    answers: Tensor | None = None
+    counting_answers: Tensor | None = None
     """As Microbatch has them."""
     ahead: tuple[Ahead, ...] = ()
     """One place, two places …: of models that predict further tokens, where anything goes backward."""
@@ -140,7 +142,7 @@ class Passes:
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
             share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
-            ahead, counting, scores,
+            batch.answers, batch.counting, ahead, counting, scores,
         )  # fmt: skip
 
     def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:

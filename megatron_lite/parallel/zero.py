@@ -221,10 +221,10 @@ def _master(bucket: Bucket) -> Tensor:
 
 
 def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
-    part = bucket.own.stop - bucket.own.start
-    for rank in range(member.start // part, -(-member.end // part)):
-        start, end = max(member.start, rank * part), min(member.end, (rank + 1) * part)
-        yield Share(rank, start - member.start, end - member.start)
+    for rank, (first, last) in enumerate(pairwise(bucket.bounds)):
+        start, end = max(member.start, first), min(member.end, last)
+        if start < end:
+            yield Share(rank, start - member.start, end - member.start)
 
 
 def _cut(bucket: Bucket, master: Tensor, kind: str) -> Iterator[FlatRange]:
