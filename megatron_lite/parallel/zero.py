@@ -7,6 +7,7 @@ of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own ma
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import megaconv
-from megaconv.errors import UsageError
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
