@@ -13,6 +13,7 @@ from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.generating import add_sampling, sampling_of
 from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
 from megatron_lite.inference.prompts import encode_chat
+from megatron_lite.inference.slots import NotFinite
 from megatron_lite.inference.text import TextStream, say
 
 EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
@@ -50,7 +51,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         messages.append({"role": "user", "content": line})
         try:
             said = _answer(opened, given, messages)
-        except UsageError as error:
+        except (UsageError, NotFinite) as error:
             print(f"{error}; /new begins another conversation", file=sys.stderr)
             messages.pop()
             continue
@@ -88,6 +89,8 @@ def _answer(opened: Opened, given: argparse.Namespace, messages: list[dict[str, 
     number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
     with _interruptible(opened) as interrupted:
         for step in steps(batch):
+            if step.end == "error":
+                raise NotFinite
             piece = "" if step.end == "stop" else text.add(step.token)
             said += piece
             say(piece)
