@@ -59,7 +59,7 @@ class EngineModel:
         self.cache = SlotCache(slots + self._joint, length)
         self._idle = Feed(slots, 0, (0,))
         self._used = [0] * self.slots
-        with torch.no_grad():
+        with torch.inference_mode():
             self._pass([Feed(0, 0, (0,))])  # makes the cache
 
     # What rank 0 calls.
@@ -152,7 +152,7 @@ class EngineModel:
     def _do(self, words: list[int]) -> Tensor | None:
         """Collective: the same on every rank."""
         turn, rest = words[0], words[1:]
-        with torch.no_grad():
+        with torch.inference_mode():
             if turn == Turn.EXTEND:
                 return self._extend(_feeds(rest))
             if turn == Turn.SCORE:
@@ -172,13 +172,16 @@ class EngineModel:
         shares = [[number for number, feed in enumerate(feeds) if feed.slot % dp == replica] for replica in range(dp)]
         groups = [list(_fitting([feeds[number] for number in share], self.length)) for share in shares]
         mine = [Feed(feed.slot // dp, feed.start, feed.tokens) for feed in feeds]
-        found = torch.zeros(len(feeds), self.vocab, device=self.grid.device)
         own = shares[self.grid.dp_rank]
-        for group in groups[self.grid.dp_rank]:
-            numbers = [own[place] for place in group]
-            found[numbers] = self._pass([mine[number] for number in numbers])
+        numbers = [[own[place] for place in group] for group in groups[self.grid.dp_rank]]
+        made = [self._pass([mine[number] for number in group]) for group in numbers]
         for _ in self._others(groups):
             self._pass([self._idle])
+        if len(own) == len(feeds) and len(made) == 1:
+            return self._to_first(made[0])
+        found = torch.zeros(len(feeds), self.vocab, device=self.grid.device)
+        for group, logits in zip(numbers, made, strict=True):
+            found[group] = logits
         return self._to_first(found)
 
     def _others(self, passes: Sequence[Sequence[object]]) -> range:
@@ -190,16 +193,14 @@ class EngineModel:
         """float32 [feeds, vocabulary] on the last stage, zeros on others: logits behind the last token of each."""
         device, counts = self.grid.device, [len(feed.tokens) for feed in feeds]
         tokens = _padded([feed.tokens for feed in feeds]).to(device)
-        starts = torch.tensor([[feed.start] for feed in feeds], device=device)
-        positions = starts + torch.arange(tokens.shape[1], device=device)
-        self.cache.select([feed.slot for feed in feeds], int(starts.max()) + tokens.shape[1], device)
+        slots, starts = [feed.slot for feed in feeds], [feed.start for feed in feeds]
+        positions = self.cache.select(slots, starts, tokens.shape[1], device)
         last = self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
-        logits = torch.zeros(len(feeds), self.vocab, device=device)
-        if last is not None:
-            chunk, hidden = last
-            picked = hidden[torch.tensor(counts, device=device) - 1, torch.arange(len(feeds), device=device)]
-            logits = chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
-        return logits
+        if last is None:
+            return torch.zeros(len(feeds), self.vocab, device=device)
+        chunk, hidden = last
+        picked = hidden[torch.tensor(counts, device=device) - 1, torch.arange(len(feeds), device=device)]
+        return chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """float64 [tokens, 2 + 2 top]: of all rows one after the other, as score takes it apart."""

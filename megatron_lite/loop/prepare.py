@@ -40,6 +40,7 @@ from megatron_lite.settings.options import (
     MuonOptions,
     OptimizerOptions,
     Preference,
+    QkClip,
     Recompute,
 )
 from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_out
@@ -196,12 +197,15 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
     )  # fmt: skip
     default = OptimizerOptions()
     return OptimizerOptions(
-        kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
+        kind=optimizer.kind, muon=_muon(optimizer),
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
-        distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
+        distributed=parallel.use_distributed_optimizer or optimizer.optimizer == "dist_muon",
+        bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
+        qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
+        tell_scores=settings.logging.log_max_attention_logit,
     )  # fmt: skip
 
 

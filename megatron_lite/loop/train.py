@@ -14,8 +14,9 @@ import torch
 from formats import rank_files
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
+from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot, rank_snapshot
+from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.data.batches import GlobalBatches, prefetch
 from megatron_lite.data.samples import Dataset
@@ -221,6 +222,8 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         **run.meter.read(run.progress.consumed_samples),
     }
     others = {name: mean(each.others[name] for each in steps) for name in report.others}
+    if report.largest_score is not None:
+        others["max_attention_logit"] = max(each.largest_score or 0.0 for each in steps)
     run.interval.clear()
     run.say(line(figures | {"others": others}, run.settings.training.train_iters))
     for sink in run.sinks:

@@ -27,7 +27,7 @@ class Microbatch:
     loss_mask: Tensor | None = None
     """Weight of each label in the loss, bool or float [batch, sequence]; None: all 1."""
     positions: Tensor | None = None
-    """int64 [batch, sequence]; None: 0, 1, 2 ..."""
+    """int64 [batch or 1, sequence]; None: 0, 1, 2 ..."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Per sequence the lengths of its documents, which don't see each other; None: one document."""
     source: Tensor | None = None

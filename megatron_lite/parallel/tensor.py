@@ -154,7 +154,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) ->
     """LayerNorm with a bias, RMSNorm without."""
     if bias is not None:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-    if x.is_cuda or torch.compiler.is_compiling():
+    if x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
     normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
     return normed

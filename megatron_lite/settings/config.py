@@ -195,8 +195,9 @@ class Optimizer:
     """Optimizer and learning rate"""
 
     optimizer: str = flag(
-        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest",
-        choices=("adam", "sgd", "muon"),
+        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest; dist_muon: muon with "
+        "--use-distributed-optimizer",
+        choices=("adam", "sgd", "muon", "dist_muon"),
     )  # fmt: skip
     sgd_momentum: float = flag(0.9, "momentum of sgd")
     muon_momentum: float = flag(0.95, "momentum of muon")
@@ -216,6 +217,12 @@ class Optimizer:
         "each tensor rank's part a matrix of its own, or all of them gathered",
         choices=("blockwise", "duplicated"),
     )
+    qk_clip: bool = flag(
+        False,
+        "after each step shrink what makes queries and keys of heads whose scores grew too large, with any optimizer",
+    )
+    qk_clip_threshold: float = flag(100.0, "the largest score of attention that is left alone")
+    qk_clip_alpha: float = flag(0.5, "the queries' share in it, as an exponent; the keys' is the rest")
     lr: float | None = flag(None, "highest learning rate")
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: str = flag(
@@ -240,6 +247,11 @@ class Optimizer:
     adam_beta1: float = flag(0.9, "Adam's first beta")
     adam_beta2: float = flag(0.999, "Adam's second beta")
     adam_eps: float = flag(1e-8, "Adam's epsilon")
+
+    @property
+    def kind(self) -> str:
+        """`adamw`, `sgd` or `muon`."""
+        return {"adam": "adamw", "dist_muon": "muon"}.get(self.optimizer, self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -413,6 +425,9 @@ class Logging:
     """Logging"""
 
     log_interval: int = flag(100, "steps between log lines")
+    log_max_attention_logit: bool = flag(
+        False, "log the largest score of attention (--qk-clip always does); costs products of all queries with all keys"
+    )
     metrics_file: str | None = flag(None, "append one JSON object for each logged step")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events")
     wandb_project: str | None = flag(None, "log to Weights & Biases")

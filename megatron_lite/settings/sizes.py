@@ -12,7 +12,6 @@ from megatron_lite.settings.options import CONTEXT, ModelOptions
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
-WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
 """Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
 
@@ -56,6 +55,10 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     training = settings.training
     check_flags(settings)
     check_steps(training)
+    if settings.optimizer.qk_clip and config.attention.qk_norm:
+        raise UsageError(
+            "--qk-clip does nothing here but shrink weights: norms of q and k come after them; leave it out"
+        )
     layout = _layout(settings.parallel, config, world, options)
     seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
@@ -263,11 +266,11 @@ def check_flags(settings: Settings) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
     balance = settings.balance
     unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-    muon = settings.optimizer.optimizer == "muon"
+    muon = settings.optimizer.kind == "muon"
     refused = [
-        (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
         (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
+        *_of_scores(settings),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
@@ -304,6 +307,18 @@ def check_flags(settings: Settings) -> None:
     for wrong, message in refused:
         if wrong:
             raise UsageError(message)
+
+
+def _of_scores(settings: Settings) -> list[tuple[bool, str]]:
+    """(what is wrong, how it is said) of QK-clip."""
+    optimizer = settings.optimizer
+    given = [name for name in ("qk_clip_threshold", "qk_clip_alpha") if name in settings.given]
+    return [
+        (bool(given) and not optimizer.qk_clip, f"--{'-'.join(given[:1]).replace('_', '-')} goes with --qk-clip"),
+        (optimizer.qk_clip_threshold <= 0, f"--qk-clip-threshold {optimizer.qk_clip_threshold:g} has to be more than 0"),
+        (not 0 <= optimizer.qk_clip_alpha <= 1, f"--qk-clip-alpha {optimizer.qk_clip_alpha:g} has to lie between 0 and 1"),
+        (optimizer.qk_clip and settings.lora.wanted, "--qk-clip changes weights, which stay as they are beside adapters; leave it out"),
+    ]  # fmt: skip
 
 
 OTHER_DATA = (

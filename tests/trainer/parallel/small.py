@@ -13,7 +13,7 @@ from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import ModelOptions, MuonOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.options import ModelOptions, MuonOptions, OptimizerOptions, QkClip, Recompute
 from megatron_lite.settings.sizes import check_sizes
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
@@ -79,6 +79,7 @@ class Case:
     """Further fields of ModelOptions."""
     kind: str = "adamw"
     muon: MuonOptions = MUON
+    qk_clip: QkClip | None = None
 
     @property
     def world(self) -> int:
@@ -135,6 +136,7 @@ def make_engine(
     optimizer = OptimizerOptions(
         kind=case.kind,
         muon=case.muon,
+        qk_clip=case.qk_clip,
         betas=(0.9, 0.95),
         clip_grad=case.clip,
         distributed=case.distributed,

@@ -463,3 +463,17 @@ def test_a_longer_sequence_than_learned_positions_is_refused() -> None:
     config: ModelConfig = replace(model_from_flags(found, 50))
     with pytest.raises(CheckpointError, match="32"):
         work_out(found, config, ModelOptions(), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "said"),
+    [
+        ("--qk-clip --qk-layernorm", "norms of q and k come after them"),
+        ("--qk-clip-threshold 50", "--qk-clip-threshold goes with --qk-clip"),
+        ("--qk-clip --qk-clip-alpha 2", "--qk-clip-alpha 2 has to lie between 0 and 1"),
+        ("--qk-clip --lora-rank 4 --load x", "--qk-clip changes weights"),
+    ],
+)
+def test_a_clip_that_could_do_nothing_is_refused(flags_given: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        sizes(flags_given, 1)
