@@ -342,6 +342,10 @@ def _of_task(settings: Settings) -> list[tuple[bool, str]]:
         ),
         (bool(epochs) and not tasks.train_data, f"--task {tasks.task} learns from --train-data, which is missing"),
         (
+            "eval_iters" in settings.given and bool(settings.training.eval_iters) and not tasks.valid_data,
+            "--eval-iters: evaluations are of --valid-data, which is missing; leave it out",
+        ),
+        (
             epochs == 0 and not tasks.valid_data,
             f"--task {tasks.task} --epochs 0 measures on --valid-data, which is missing",
         ),
