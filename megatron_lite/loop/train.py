@@ -133,7 +133,7 @@ def train(run: Run) -> None:
             run.place.heartbeat.step(run.progress.iteration)
         garbage.after(run.progress.iteration)
         _check_replicas(run)
-        _log(run, report, lr)
+        _log(run, report, lr, last=consumed == steps[-1][0])
         if run.saver is not None:
             run.saver.check()
         why = _reason_to_end(run, report)
@@ -204,8 +204,10 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         run.interval.append(report)
 
 
-def _log(run: Run, report: StepReport, lr: float) -> None:
-    if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
+def _log(run: Run, report: StepReport, lr: float, *, last: bool) -> None:
+    """Each --log-interval steps; the last one always, so that a short run says something."""
+    due = last or run.progress.iteration % run.settings.logging.log_interval == 0
+    if run.place.rank or not due:
         return
     steps = run.interval or [report]
     figures: dict[str, Any] = {

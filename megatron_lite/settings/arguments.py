@@ -212,7 +212,11 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
-    close = [OTHERWISE_CALLED[word]] if word in OTHERWISE_CALLED else difflib.get_close_matches(word, known, n=1)
+    close = (
+        [OTHERWISE_CALLED[word]]
+        if word in OTHERWISE_CALLED
+        else difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    )
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
 
 

@@ -174,10 +174,10 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
                 f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
                 f"{layout.tp * cp}; take p2p or all_gather"
             )
-    if options.attention_dropout:
+    if options.attention_dropout and how != "a2a":
         raise LayoutError(
-            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
-            "take --attention-dropout 0"
+            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with --cp-comm-type {how}; take a2a, or "
+            "--attention-dropout 0"
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
