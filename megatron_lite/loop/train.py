@@ -312,7 +312,7 @@ def examine(run: Run, exam: Exam) -> None:
         run.say(
             f"step {step:>6} | epoch {epoch} | {path}: {right:,.0f} of {count:,.0f} right | accuracy {right / count:.4%}"
         )
-    for sink in run.sinks if run.place.rank == 0 else ():
+    for sink in run.sinks if found and run.place.rank == 0 else ():
         sink.write(
             step,
             {"iteration": step, "epoch": epoch}
