@@ -106,7 +106,9 @@ def fit_adapter(source: Source, options: SaveOptions) -> Source:
     header = source.header
     _check(header.config, options)
     if options.etp not in (None, EXPERT_RANKS):
-        raise UsageError(f"--etp {options.etp}: Megatron-Bridge has no adapters of experts on several tensor ranks; leave it out")
+        raise UsageError(
+            f"--etp {options.etp}: Megatron-Bridge has no adapters of experts on several tensor ranks; leave it out"
+        )
     layout = choose_layout(header.config, header.layout, options)
     return fitted(source, tp=layout.tp, grouped=options.grouped_experts, kind=options.extra.get(ADAPTER_KIND))
 
