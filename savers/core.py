@@ -87,7 +87,13 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         )
     table = family(header.config.family)
     whole = whole_notices(header.config.whole)
-    notices = (*planned.notices, *_modules_of_others(header.config), *table.notices(header.config), *whole)
+    notices = (
+        *planned.notices,
+        *_modules_of_others(header.config),
+        *_head_of_legacy(header.config),
+        *table.notices(header.config),
+        *whole,
+    )
     return replace(planned, notices=notices)
 
 
@@ -97,6 +103,16 @@ def _modules_of_others(config: ModelConfig) -> tuple[str, ...]:
         return ()
     built = "the model has to be built with Megatron-Bridge's or others; names in the checkpoint are Megatron-Bridge's"
     return (f"Megatron core has no modules for {', '.join(lacking)}: {built}",)
+
+
+def _head_of_legacy(config: ModelConfig) -> tuple[str, ...]:
+    if not config.has("pooler !binary_head"):
+        return ()
+    what = "classification" if config.has("classification_head") else "multiple-choice"
+    return (
+        f"Megatron core's BERT has no {what} head: these files are for megatron-lite, and to be converted; "
+        "--saver legacy writes those of Megatron-LM's tasks",
+    )
 
 
 def fit_adapter(source: Source, options: SaveOptions) -> Source:
