@@ -128,8 +128,8 @@ def _refuse_ranks(files: Mapping[str, Path]) -> None:
     ranks = [name for name in files if name == "tiktoken.model" or name.endswith(".tiktoken")]
     if ranks:
         raise NotExpressible(
-            f"{files[ranks[0]]}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the special tokens, "
-            "which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it beside and give "
+            f"{files[ranks[0]]}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the special "
+            "tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it beside and give "
             "the directory as --config, or leave the tokenizer out with --option tokenizer=none"
         )
 
