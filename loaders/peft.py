@@ -86,7 +86,7 @@ def _pairs(
     module: ModuleAdapter, weight: NativeTensor, known: Mapping[str, NativeTensor], adapter: Adapter
 ) -> Iterator[Pair]:
     """Of one module: one, or one for each expert where all experts of a layer are one parameter."""
-    if module.length_is_missing(adapter.config):
+    if module.contradicts(adapter.config):
         has = "no" if module.magnitude is None else "a"
         raise TensorMismatch(
             f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"
@@ -109,6 +109,8 @@ def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -
             f"{adapter.weights}: {module.module} is an adapter of experts that {weight.name} holds transposed or interleaved, which "
             "isn't translated. megaconv merge BASE ADAPTER merges it into its base"
         )
+    if module.magnitude is not None:
+        raise NotExpressible(f"{adapter.weights}: {module.module} has a magnitude; peft has no DoRA of parameters")
     experts, rows, cols = weight.shape
     rank = module.a.shape[0] // experts
     alpha = _alpha(module, adapter, experts)

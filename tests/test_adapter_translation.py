@@ -288,6 +288,24 @@ def test_adapters_of_experts_that_differ_have_no_place_in_a_grouped_layer(tmp_pa
     assert_refused(outcome, 2, "experts have adapters of their own", "leave --moe-grouped-gemm out")
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "shape", "words"),
+    [
+        ({}, "experts.lora_A.weight", (448,), ["mlp.experts has matrices [448]"]),
+        ({"use_dora": True}, "experts.lora_magnitude_vector", (32,), ["magnitude"]),
+    ],
+)
+def test_matrices_of_experts_of_another_kind_are_named(
+    config: dict[str, Any], name: str, shape: tuple[int, ...], words: list[str], tmp_path: Path
+) -> None:
+    def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {name: tensor for name, tensor in tensors.items() if "experts.lora" in name}
+        return kept | {f"base_model.model.model.layers.{layer}.mlp.{name}": torch.zeros(shape) for layer in (0, 1)}
+
+    adapter = edited(EXPERTS / "adapter", tmp_path / "in", config, changed)
+    refused_of_peft(tmp_path, adapter, EXPERTS, *words, status=2 if config else 3)
+
+
 def back(core: Path, base: Path, target: Path) -> dict[str, torch.Tensor]:
     outcome = run("convert", "--load-dir", core, "--config", base / "base", "--saver", "peft", "--save-dir", target)
     assert outcome.status == 0, outcome.err

@@ -129,8 +129,8 @@ def _refuse_ranks(files: Mapping[str, Path]) -> None:
     if ranks:
         raise NotExpressible(
             f"{files[ranks[0]]}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the special "
-            "tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it beside and give "
-            "the directory as --config, or leave the tokenizer out with --option tokenizer=none"
+            "tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it "
+            "beside and give the directory as --config, or leave the tokenizer out with --option tokenizer=none"
         )
 
 
