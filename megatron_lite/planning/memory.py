@@ -119,8 +119,9 @@ def layer_elements(run: Described, layer: int) -> float:
     if kind.mixer != "none":
         into = _width(run) if config.latent.kv_rank else normed  # what is normed for several matrices is kept
         found = _width(run) + into + _mixed(config, kind.mixer, rotates=kind.rotates) / tp
-        if (
-            run.sizes.cp > 1 and run.options.context == "a2a"
+        if run.sizes.cp > 1 and run.options.context in (
+            "a2a",
+            "a2a+p2p",
         ):  # v, and what comes of attention, before and after their exchange
             found += config.attention.head_dim * (config.attention.heads + config.attention.kv_heads) / tp
     if kind.mlp == "dense":

@@ -18,7 +18,7 @@ from megatron_lite.planning.stages import Described
 from megatron_lite.planning.traffic import Traffic, stage_traffic
 from megatron_lite.settings.wording import counted
 
-_MESSAGES = {"pp": "messages between stages", "cp": "keys, values in a ring"}
+_MESSAGES = {"pp": "messages between stages", "cp": "keys, values in a ring", "cp_far": "keys, values in a ring"}
 
 
 @dataclass(frozen=True)

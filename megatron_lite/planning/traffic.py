@@ -24,7 +24,8 @@ class Traffic:
     """Of one rank and step."""
 
     group: str
-    """As parallel/grid.py has them: `tp`, `cp`, `replicas`, `ep`, `etp`, `edp`, `ends`, `world`; `pp` for messages between stages."""
+    """As parallel/grid.py has them: `tp`, `cp`, `cp_near`, `cp_far`, `replicas`,
+    `ep`, `etp`, `edp`, `ends`, `world`; `pp` for messages between stages."""
     kind: str
     """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `send`."""
     bytes: float
@@ -50,7 +51,8 @@ def sizes(run: Described) -> dict[str, int]:
     """Ranks of each group."""
     layout = run.sizes.layout
     return {
-        "tp": layout.tp, "cp": run.sizes.cp, "replicas": run.replicas,
+        "tp": layout.tp, "cp": run.sizes.cp, "cp_near": run.options.near, "cp_far": run.sizes.cp // run.options.near,
+        "replicas": run.replicas,
         "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
         "ends": 2 if layout.pp > 1 else 1, "world": run.world,
     }  # fmt: skip
@@ -139,19 +141,20 @@ def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
 def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
     """Of attention, between the context ranks; values travel as wide as keys but by a2a. Gradients of keys and values are float32 there."""
     attention, cp, tp = run.config.attention, run.sizes.cp, run.sizes.layout.tp
+    how, near = run.options.context, run.options.near
     heads, kv_heads = attention.heads // tp, attention.kv_heads // tp
     keys = run.tokens * kv_heads * attention.head_dim
-    if run.options.context == "p2p":
-        yield "cp", "send", 2 * keys * (run.itemsize * (cp - 1) * (forward + 1) + FLOAT32 * cp)
-    elif run.options.context == "all_gather":
+    if how in ("p2p", "a2a+p2p"):  # near ranks have so many times the tokens then, and as many times fewer heads
+        group, far = ("cp", cp) if near == 1 else ("cp_far", cp // near)
+        yield group, "send", 2 * keys * (run.itemsize * (far - 1) * (forward + 1) + FLOAT32 * far)
+    if how == "all_gather":
         yield "cp", "all_gather", 2 * keys * run.itemsize * cp * (forward + 1)
         yield "cp", "reduce_scatter", 2 * keys * FLOAT32 * cp
-    else:
-        values = (
-            run.tokens * (kv_heads + heads) * (run.config.latent.v_dim or attention.head_dim)
-        )  # and what comes of them
+    if how in ("a2a", "a2a+p2p"):
         queries = run.tokens * heads * attention.head_dim
-        yield "cp", "all_to_all", (queries + keys + values) * run.itemsize * (forward + 1)
+        values = run.tokens * (kv_heads + heads) * (run.config.latent.v_dim or attention.head_dim)
+        exchanged = (queries + keys + values) * run.itemsize * (forward + 1)  # values: and what comes of them
+        yield "cp" if near == 1 else "cp_near", "all_to_all", exchanged
 
 
 def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:

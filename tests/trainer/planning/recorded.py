@@ -47,6 +47,7 @@ class Planned:
     dp: int = 1
     cp: int = 1
     context: str = "p2p"
+    near: int = 1
     kind: str = "adamw"
     sequence: bool = False
     distributed: bool = False
@@ -83,7 +84,7 @@ class Planned:
         )
         options = ModelOptions(
             self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
-            balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3), context=self.context,
+            balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3), context=self.context, near=self.near,
         )  # fmt: skip
         optimizer = OptimizerOptions(self.kind, distributed=self.distributed, bucket_elements=4000)
         batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
@@ -100,7 +101,12 @@ class Planned:
 def make_engine(planned: Planned) -> Engine:
     run = planned.described()
     grid = make_grid(
-        run.sizes.layout, run.sizes.dp, torch.device("cpu"), cp=run.sizes.cp, experts=run.config.experts.count > 0
+        run.sizes.layout,
+        run.sizes.dp,
+        torch.device("cpu"),
+        cp=run.sizes.cp,
+        near=planned.near,
+        experts=run.config.experts.count > 0,
     )
     engine = Engine(run.config, grid, run.options, run.optimizer)
     init_weights(engine, 0.1, 5)

@@ -25,6 +25,7 @@ STEPS = [
     Planned("gpt2", tp=2, cp=2, sequence=True, context="a2a"),
     Planned("mixture", cp=2, ep=2, distributed=True, dtype="bfloat16", context="all_gather"),
     Planned("deepseek_v3", cp=2, context="a2a"),
+    Planned("gpt2", cp=4, context="a2a+p2p", near=2),
     Planned("qwen3", dp=2, distributed=True, kind="muon"),
 ]
 
