@@ -1,7 +1,7 @@
 """A pass: everything that the parts of a model are to know of one microbatch on its way through them, made once for all of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import torch
@@ -65,7 +65,7 @@ class Pass:
     positions: Tensor
     """int64 [sequence, batch or 1]"""
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin of these positions, [sequence, batch or 1, 1, rotated / 2]; None where nothing rotates."""
+    """cos and sin of these positions, [sequence, batch or 1, 1, rotated], as rotary.py says; None where nothing rotates."""
     packed: Packed | None = None
     """Of whole rows; None: each is one document."""
     context: ContextGroup | None = None
@@ -85,6 +85,8 @@ class Pass:
     types: Tensor | None = None
     visible: Tensor | None = None
     swapped: Tensor | None = None
+    answers: Tensor | None = None
+    counting_answers: Tensor | None = None
     """As Microbatch has them."""
     ahead: tuple[Ahead, ...] = ()
     """One place, two places …: of models that predict further tokens, where anything goes backward."""
@@ -92,6 +94,23 @@ class Pass:
     """float32 []: the sum of the whole microbatch's weights, where ahead has any."""
     scores: LargestScores | None = None
     """Where attention is to leave its largest scores; None: nowhere."""
+    _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+    def seen(self, keys: int, window: int | None) -> Tensor | None:
+        """bool [batch or 1, 1, queries, keys]: which keys of a cache each query sees; made once for all layers of the same window.
+
+        None: one token sees all of them.
+        """
+        if (keys, window) not in self._seen:
+            alone = self.positions.numel() == 1 and (window is None or window >= keys)
+            self._seen[keys, window] = None if alone else seen(self.positions, keys, window)
+        return self._seen[keys, window]
+
+
+def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """bool [batch or 1, 1, queries, keys]: which keys queries at these positions ([queries, batch or 1]) see."""
+    back = positions.t()[:, None, :, None] - torch.arange(keys, device=positions.device)
+    return back >= 0 if window is None else (back >= 0) & (back < window)
 
 
 class Passes:
@@ -123,7 +142,7 @@ class Passes:
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
             share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
-            ahead, counting, scores,
+            batch.answers, batch.counting, ahead, counting, scores,
         )  # fmt: skip
 
     def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.tensor import TensorGroup
 
-ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING, AFTER_CROSS_ATTENTION = range(5)
+ATTENTION, AFTER_ATTENTION, AFTER_MLP, EMBEDDING, AFTER_CROSS_ATTENTION, POOLED = range(6)
 """Places in a layer."""
 LORA = 1 << 16
 """From here on those of adapters."""

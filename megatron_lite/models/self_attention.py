@@ -57,10 +57,10 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if run.rotary is not None and self.rotates:
             if self.interleaved:  # q and k alike, so that their products stay what they are
-                q, k = (neighbours_apart(x, 2 * run.rotary[0].shape[-1]) for x in (q, k))
+                q, k = (neighbours_apart(x, run.rotary[0].shape[-1]) for x in (q, k))
             q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
         if run.cache is not None:
-            k, v = run.cache.append(self.layer, k, v, run.positions)
+            k, v = run.cache.append(self.layer, k, v)
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
         mixed = attended(q, k, v, run, self.at, self.ranks, self.options, window=self.window, sinks=sinks)
         projected: Tensor = self.linear_proj(mixed.flatten(2))

@@ -42,12 +42,14 @@ class Bucket:
     members: list[Member]
     data: Tensor
     gradients: Tensor
+    bounds: Sequence[int]
+    """Where the ranks' parts begin, and the end of the last; without `distributed` there is one, which all of them update."""
     own: slice
     """What this rank updates."""
     group: ProcessGroup | None
     distributed: bool
-    dealt: Sequence[int] | None
-    """Where the parts of the ranks begin and end, if they aren't all as long."""
+    dealt: bool
+    """Whether the parts are of different lengths."""
     sent_as: torch.dtype
     """In which gradients go from rank to rank, and are summed there."""
     missing: int = 0
@@ -77,8 +79,8 @@ class Bucket:
         if self.group is not None and self.sent_as != self.gradients.dtype:
             self.sent = self.gradients.to(self.sent_as)
         whole = self.gradients if self.sent is None else self.sent
-        if self.distributed and self.dealt is not None:
-            self.reducing = comm.reduce_to_owners(whole, self.dealt, self.group)
+        if self.distributed and self.dealt:
+            self.reducing = comm.reduce_to_owners(whole, self.bounds, self.group)
         elif self.distributed:
             self.reducing = comm.reduce_scatter(whole[self.own], whole, self.group, later=True)
         else:
@@ -96,8 +98,8 @@ class Bucket:
 
     def gather(self) -> None:
         """Start to fetch the other ranks' parts of the parameters."""
-        if self.distributed and self.dealt is not None:
-            self.gathering = comm.gather_from_owners(self.data, self.dealt, self.group)
+        if self.distributed and self.dealt:
+            self.gathering = comm.gather_from_owners(self.data, self.bounds, self.group)
         elif self.distributed:
             self.gathering = comm.all_gather(self.data, self.data[self.own], self.group, later=True)
 
@@ -209,16 +211,18 @@ def _make(
     dealer: Dealer | None,
 ) -> Bucket:
     ranks = comm.size(group)
-    size, bounds = padded(used, ranks), None
-    part = size // ranks
-    index = group.rank() if distributed and group is not None else 0
-    own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
     if dealer is not None:
         members, bounds = _dealt(members, dealer, ranks)
-        size, own = bounds[-1], slice(bounds[index], bounds[index + 1])
-    data = torch.zeros(size, dtype=dtype, device=device)
-    gradients = torch.zeros(size, dtype=torch.float32, device=device)
-    return Bucket(members, data, gradients, own, group, distributed and group is not None, bounds, sent_as)
+    else:
+        size = padded(used, ranks)
+        bounds = list(range(0, size + 1, size // ranks if distributed else size))
+    index = group.rank() if distributed and group is not None else 0
+    data = torch.zeros(bounds[-1], dtype=dtype, device=device)
+    gradients = torch.zeros(bounds[-1], dtype=torch.float32, device=device)
+    return Bucket(
+        members, data, gradients, bounds, slice(*bounds[index : index + 2]), group, distributed and group is not None,
+        dealer is not None, sent_as,
+    )  # fmt: skip
 
 
 def _dealt(members: list[Member], dealer: Dealer, ranks: int) -> tuple[list[Member], list[int]]:

@@ -7,14 +7,15 @@ of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own ma
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.buckets import Bucket, ChunkBuckets
+from megatron_lite.parallel.buckets import Bucket, ChunkBuckets, Member
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.muon import Matrix, Muon, takes
 from megatron_lite.parallel.parameters import ParameterInfo
@@ -56,6 +57,15 @@ class FlatRange:
         self.tensors["master"].mul_(factors.repeat_interleave(columns)[self.start : self.end])
 
 
+class Share(NamedTuple):
+    """Elements start..end of a parameter's local tensor, flattened, and who updates them."""
+
+    rank: int
+    """Among those that the parameter is reduced over; 0 without `distributed`, where each updates its own copy."""
+    start: int
+    end: int
+
+
 class Optimizer:
     """Of one rank."""
 
@@ -84,6 +94,12 @@ class Optimizer:
     def ranges(self) -> Iterator[FlatRange]:
         """What this rank updates. Without `distributed` whole parameters, the same on every data-parallel rank."""
         yield from self._ranges
+
+    def shares(self) -> Iterator[tuple[ParameterInfo, list[Share]]]:
+        """Of every parameter who updates which elements, in order and without gaps; alike on all ranks that have it."""
+        for bucket in self._buckets:
+            for member in bucket.members:
+                yield member.info, list(_shares(bucket, member))
 
     def _make(self) -> torch.optim.Optimizer | None:
         """PyTorch's own arithmetic over our ranges; its state are our tensors."""
@@ -203,6 +219,13 @@ def kind_of(info: ParameterInfo, kind: str) -> str:
 def _master(bucket: Bucket) -> Tensor:
     """This rank's part in float32: the parameters themselves where they are float32."""
     return bucket.data[bucket.own].detach().float()
+
+
+def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
+    for rank, (first, last) in enumerate(pairwise(bucket.bounds)):
+        start, end = max(member.start, first), min(member.end, last)
+        if start < end:
+            yield Share(rank, start - member.start, end - member.start)
 
 
 def _cut(bucket: Bucket, master: Tensor, kind: str) -> Iterator[FlatRange]:

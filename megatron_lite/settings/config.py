@@ -173,7 +173,9 @@ class Training:
     )
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
-    epochs: int | None = flag(None, "times through --finetune-data, instead of --train-iters")
+    epochs: int | None = flag(
+        None, "times through --finetune-data or --train-data, instead of --train-iters; 0: measure a --task alone"
+    )
     eval_interval: int = flag(1000, "steps between evaluations")
     eval_iters: int = flag(100, "batches of an evaluation; 0: none")
     exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
@@ -356,6 +358,30 @@ class Masked:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """Tasks of Megatron-LM's tasks/main.py: finetune --model-type bert on pairs of sentences, or on questions with choices"""
+
+    task: str | None = flag(
+        None,
+        "what is learned; it says what the files are and gives the model its head",
+        choices=("MNLI", "QQP", "RACE"),
+    )
+    train_data: tuple[str, ...] | None = flag(
+        None, "its files (MNLI, QQP: tab-separated) or directories (RACE: of *.txt with JSON lines)"
+    )
+    valid_data: tuple[str, ...] | None = flag(
+        None, "the same; after each epoch it is said how much of each is answered right"
+    )
+    keep_last_batch: bool = flag(
+        False,
+        "an epoch's last examples, too few for a batch, make a smaller one (Megatron's --keep-last, which is taken for it too)",
+    )
+    pretrained_checkpoint: str | None = flag(
+        None, "what to start from where --load is not given, or holds no checkpoint; else that run is continued"
+    )
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA; adapters are trained and saved, the model's weights stay as they are"""
 
@@ -434,6 +460,7 @@ class Settings:
     data: Data = Data()
     dpo: Dpo = Dpo()
     masked: Masked = Masked()
+    tasks: Tasks = Tasks()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Masked, Settings, flags
+from megatron_lite.settings.config import Masked, Settings, Tasks, flags
 
 NO_WINDOWS = "its samples are sentences, not windows of tokens"
 NO_LAYERS = "its layers have plain attention and a plain MLP"
@@ -29,7 +29,7 @@ _ALONE: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 """Flag -> the one value that there is code for, by kind."""
 OF_MODEL: Mapping[str, tuple[str, ...]] = {
-    "bert": ("bert_no_binary_head",),
+    "bert": ("bert_no_binary_head", *(item.name for item in fields(Tasks))),
     "t5": ("encoder_num_layers", "decoder_num_layers", "encoder_seq_length", "decoder_seq_length"),
 }
 """Flags that describe a model of one kind."""

@@ -238,7 +238,7 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
 
 def check_steps(training: Training) -> None:
     """Apart from the other flags: where the model is missing too, that is what is wrong. Raises UsageError."""
-    if not (training.train_iters or training.train_samples or training.epochs):
+    if not (training.train_iters or training.train_samples) and training.epochs is None:
         raise UsageError("--train-iters (or --train-samples, or --epochs of --finetune-data) is missing")
 
 
@@ -254,7 +254,8 @@ def check_flags(settings: Settings) -> None:
     lengths = training.train_iters, training.train_samples, training.epochs
     positive = {
         "micro_batch_size": training.micro_batch_size,
-        "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
+        "train_iters": training.train_iters, "train_samples": training.train_samples,
+        "epochs": None if settings.tasks.task else training.epochs,
         "eval_interval": training.eval_interval,
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
@@ -281,7 +282,8 @@ def check_flags(settings: Settings) -> None:
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
         (sum(map(bool, lengths)) > 1, "give --train-iters, --train-samples or --epochs, not several of them"),
-        (training.epochs and not settings.data.finetune_data, "--epochs counts examples: it goes with --finetune-data"),
+        (training.epochs is not None and not (settings.data.finetune_data or settings.tasks.task),
+         "--epochs counts examples: it goes with --finetune-data"),
         (saving.save_interval and not saving.save, "--save-interval needs --save"),
         (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
@@ -303,6 +305,7 @@ def check_flags(settings: Settings) -> None:
          "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
         *_of_pairs(settings),
+        *_of_task(settings),
     ]  # fmt: skip
     for wrong, message in refused:
         if wrong:
@@ -329,6 +332,37 @@ def _of_scores(settings: Settings) -> list[tuple[bool, str]]:
         (not 0 <= optimizer.qk_clip_alpha <= 1, f"--qk-clip-alpha {optimizer.qk_clip_alpha:g} has to lie between 0 and 1"),
         (optimizer.qk_clip and settings.lora.wanted, "--qk-clip changes weights, which stay as they are beside adapters; leave it out"),
     ]  # fmt: skip
+
+
+OTHER_DATA = (
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data", "finetune_data", "valid_finetune_data",
+    "mask_prob", "short_seq_prob", "rampup_batch_size",
+)  # fmt: skip
+"""Flags that a run on a task has no use for."""
+
+
+def _of_task(settings: Settings) -> list[tuple[bool, str]]:
+    tasks, epochs = settings.tasks, settings.training.epochs
+    given = [f"--{name.replace('_', '-')}" for name in vars(tasks) if name in settings.given]
+    others = [f"--{name.replace('_', '-')}" for name in OTHER_DATA if name in settings.given]
+    if tasks.task is None:
+        return [(bool(given), f"{' '.join(given[:1])} goes with --task")]
+    return [
+        (bool(others), f"--task {tasks.task} learns from --train-data; leave {' '.join(others[:1])} out"),
+        (
+            epochs is None or epochs < 0,
+            f"--task {tasks.task} needs --epochs: how often it goes through --train-data; 0 measures alone",
+        ),
+        (bool(epochs) and not tasks.train_data, f"--task {tasks.task} learns from --train-data, which is missing"),
+        (
+            "eval_iters" in settings.given and bool(settings.training.eval_iters) and not tasks.valid_data,
+            "--eval-iters: evaluations are of --valid-data, which is missing; leave it out",
+        ),
+        (
+            epochs == 0 and not tasks.valid_data,
+            f"--task {tasks.task} --epochs 0 measures on --valid-data, which is missing",
+        ),
+    ]
 
 
 def _of_pairs(settings: Settings) -> list[tuple[bool, str]]:
