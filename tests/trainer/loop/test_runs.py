@@ -91,6 +91,19 @@ def test_a_shared_optimizer_comes_back_with_every_bit(how: str, tmp_path: Path) 
     assert prints[0].optimizer is not None
 
 
+@pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+def test_delayed_scales_of_fp8_go_on_where_a_run_stopped(form: str, tmp_path: Path) -> None:
+    """Of the layers of both stages; at another number of stages, where each matrix is whole as before, too."""
+    words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --ckpt-format {form}"
+    command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --resume {words}"
+    train(tmp_path / "whole", 2, f"{command} --pp 2")
+    train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 2")
+    train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 3")
+    train(tmp_path / "parts", 1, command)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert len({megaconv.fingerprint(tmp_path / name / "ckpt").weights for name in ("whole", "parts")}) == 1
+
+
 LAYOUTS = [
     (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --exit-interval 2"),
     (2, "--use-distributed-optimizer --exit-interval 4 --ckpt-format torch"),
