@@ -37,6 +37,7 @@ class Turn(IntEnum):
     COPY = 2
     SCORE = 3
     IDLE = 4
+    FORGET = 5
 
 
 class EngineModel:
@@ -59,7 +60,7 @@ class EngineModel:
         self.cache = SlotCache(slots + self._joint, length)
         self._idle = Feed(slots, 0, (0,))
         self._used = [0] * self.slots
-        with torch.no_grad():
+        with torch.inference_mode():
             self._pass([Feed(0, 0, (0,))])  # makes the cache
 
     # What rank 0 calls.
@@ -79,6 +80,9 @@ class EngineModel:
             self._take([Turn.COPY, max(used), *sources, *targets])
         for target, length in zip(targets, used, strict=True):
             self._used[target] = length
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._take([Turn.FORGET, *slots])
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
         lengths = [len(row) for row in rows]
@@ -152,7 +156,7 @@ class EngineModel:
     def _do(self, words: list[int]) -> Tensor | None:
         """Collective: the same on every rank."""
         turn, rest = words[0], words[1:]
-        with torch.no_grad():
+        with torch.inference_mode():
             if turn == Turn.EXTEND:
                 return self._extend(_feeds(rest))
             if turn == Turn.SCORE:
@@ -164,6 +168,8 @@ class EngineModel:
                 if self.grid.dp_rank == 0:  # on which all slots of `copied` are
                     sources, targets = ([slot // self.grid.dp for slot in part] for part in _halves(rest[1:]))
                     self.cache.copy(sources, targets, used)
+            if turn == Turn.FORGET:
+                self.cache.forget([slot // self.grid.dp for slot in rest if slot % self.grid.dp == self.grid.dp_rank])
         return None
 
     def _extend(self, feeds: list[Feed]) -> Tensor:
@@ -172,13 +178,16 @@ class EngineModel:
         shares = [[number for number, feed in enumerate(feeds) if feed.slot % dp == replica] for replica in range(dp)]
         groups = [list(_fitting([feeds[number] for number in share], self.length)) for share in shares]
         mine = [Feed(feed.slot // dp, feed.start, feed.tokens) for feed in feeds]
-        found = torch.zeros(len(feeds), self.vocab, device=self.grid.device)
         own = shares[self.grid.dp_rank]
-        for group in groups[self.grid.dp_rank]:
-            numbers = [own[place] for place in group]
-            found[numbers] = self._pass([mine[number] for number in numbers])
+        numbers = [[own[place] for place in group] for group in groups[self.grid.dp_rank]]
+        made = [self._pass([mine[number] for number in group]) for group in numbers]
         for _ in self._others(groups):
             self._pass([self._idle])
+        if len(own) == len(feeds) and len(made) == 1:
+            return self._to_first(made[0])
+        found = torch.zeros(len(feeds), self.vocab, device=self.grid.device)
+        for group, logits in zip(numbers, made, strict=True):
+            found[group] = logits
         return self._to_first(found)
 
     def _others(self, passes: Sequence[Sequence[object]]) -> range:
@@ -190,16 +199,14 @@ class EngineModel:
         """float32 [feeds, vocabulary] on the last stage, zeros on others: logits behind the last token of each."""
         device, counts = self.grid.device, [len(feed.tokens) for feed in feeds]
         tokens = _padded([feed.tokens for feed in feeds]).to(device)
-        starts = torch.tensor([[feed.start] for feed in feeds], device=device)
-        positions = starts + torch.arange(tokens.shape[1], device=device)
-        self.cache.select([feed.slot for feed in feeds], int(starts.max()) + tokens.shape[1], device)
+        slots, starts = [feed.slot for feed in feeds], [feed.start for feed in feeds]
+        positions = self.cache.select(slots, starts, tokens.shape[1], device)
         last = self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
-        logits = torch.zeros(len(feeds), self.vocab, device=device)
-        if last is not None:
-            chunk, hidden = last
-            picked = hidden[torch.tensor(counts, device=device) - 1, torch.arange(len(feeds), device=device)]
-            logits = chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
-        return logits
+        if last is None:
+            return torch.zeros(len(feeds), self.vocab, device=device)
+        chunk, hidden = last
+        picked = hidden[torch.tensor(counts, device=device) - 1, torch.arange(len(feeds), device=device)]
+        return chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """float64 [tokens, 2 + 2 top]: of all rows one after the other, as score takes it apart."""
@@ -260,9 +267,12 @@ def _split(words: list[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [rows, longest]; padding lies behind all else, where nothing looks at it."""
+    """int64 [rows, longest]; padding lies behind all else, where nothing looks at it.
+
+    It repeats a row's own last token: another one's numbers, if they are none, would be in the row's sums.
+    """
     longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    return torch.tensor([[*row, *row[-1:] * (longest - len(row))] for row in rows])
 
 
 def _fitting(feeds: Sequence[Feed], length: int) -> Iterator[list[int]]:

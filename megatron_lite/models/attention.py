@@ -14,6 +14,7 @@ from torch import Tensor
 from megaconv.errors import UsageError
 from megatron_lite.models.across import attend_across
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 
@@ -28,6 +29,7 @@ def attend(
     backend: str = "auto",
     scale: float | None = None,
     sinks: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
 
@@ -35,13 +37,16 @@ def attend(
     tokens, of its own document. In a pass that says which tokens are visible it sees those, before and behind. Where there are
     more keys than queries they are a cache's: key j is that of position j.
     scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
+    largest: float32 [heads], raised to the largest scores of keys that this rank computes; in passes of decoders without a cache.
     """
     if run.visible is not None:
         return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
-        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
+        return _with_others(q, k, v, run.context, run, window, dropout, backend, scale, sinks, largest)
+    if largest is not None:
+        raise_by_rows(largest, q, k, run.packed, window, scale)
     if len(k) != len(q):
-        return sdpa(q, k, v, seen(run.positions, len(k), window), dropout, scale, sinks)
+        return sdpa(q, k, v, run.seen(len(k), window), dropout, scale, sinks)
     kernel = choose(backend, q, v) if sinks is None else "sdpa"
     if run.packed is not None:
         packed: Tensor = _packed(kernel, q, k, v, run.packed, window, dropout, scale, sinks)
@@ -58,18 +63,27 @@ def _with_others(
     ranks: ContextGroup,
     run: Pass,
     window: int | None,
+    dropout: float,
     backend: str,
     scale: float | None,
     sinks: Tensor | None,
+    largest: Tensor | None,
 ) -> Tensor:
-    """Where other ranks have the other tokens. Without dropout: sizes.py refuses it."""
+    """Where other ranks have the other tokens. Dropout goes with a2a alone: sizes.py refuses it otherwise."""
     if ranks.how != "a2a":
-        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window)
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window, largest)
         return across
     q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
-    sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
-    here = replace(run, context=None)
-    return tokens_for_heads(attend(q, k, v, here, window=window, backend=backend, scale=scale, sinks=sinks), ranks)
+    sinks, largest = (None if x is None else x.chunk(ranks.size)[ranks.rank] for x in (sinks, largest))
+    how: Any = {
+        "window": window,
+        "backend": backend,
+        "scale": scale,
+        "sinks": sinks,
+        "largest": largest,
+        "dropout": dropout,
+    }
+    return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), ranks)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:
@@ -96,19 +110,22 @@ def sdpa(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys]; None: all up to itself."""
+    """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys].
+
+    None: all up to itself, and where there are more keys than queries all of them.
+    """
     width = v.shape[-1]
     if width < q.shape[-1]:  # else there is no kernel but the one that keeps all scores
         v = F.pad(v, (0, q.shape[-1] - width))
     if sinks is not None:
         scale = scale or q.shape[-1] ** -0.5
-        mask = window_mask(len(q), len(q), q.device) if mask is None else mask
+        mask = _causal(len(q), len(k), q.device) if mask is None else mask
         mask = F.pad(mask, (1, 0), value=True)
         q, k, v = with_sink(q, k, v, sinks / scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
+    grouped, causal = q.shape[1] != k.shape[1], mask is None and q.shape[2] == k.shape[2]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     return out.permute(2, 0, 1, 3)[..., :width]
 
@@ -125,6 +142,13 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, 
     return torch.cat((q, marks), -1), keys, F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0))
 
 
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [queries, keys]: what no mask at all means."""
+    if queries < keys:
+        return torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return window_mask(queries, queries, device)
+
+
 def _narrow(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """None where a window is as wide as the sequence: a mask makes attention slower."""
     return None if window is None or window >= length else window_mask(length, window, device)
@@ -135,12 +159,6 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """bool [length, length]: whether a row sees a column."""
     back = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
     return (back >= 0) & (back < window)
-
-
-def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
-    """bool [batch or 1, 1, queries, keys]: which keys queries at these positions ([queries, batch or 1]) see."""
-    back = positions.t()[:, None, :, None] - torch.arange(keys, device=positions.device)
-    return back >= 0 if window is None else (back >= 0) & (back < window)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, scale: float | None) -> Tensor:

@@ -8,12 +8,11 @@ from torch import Tensor
 class Cache(Protocol):
     """What a pass may carry. Key j is always that of position j; who asks for it sees up to its own position."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, with these among them: [keys, batch, heads, width], as k and v are.
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, with these among them, up to the last one: [keys, batch, heads, width], as k and v are.
 
-        k, v: [new tokens, batch, heads, width]; v may be of another width. positions: int64 [new tokens, batch or 1], in each
-        row ascending by one. Rows may be of different lengths: what lies beyond a row's last position is never looked at, but
-        has to be finite.
+        k, v: [new tokens, batch, heads, width] at the positions of the pass; v may be of another width. Rows may be of different
+        lengths: what lies beyond a row's last position is never looked at, but has to be finite.
         """
 
 
@@ -26,7 +25,7 @@ class ContiguousCache:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._used: dict[int, int] = {}
 
-    def append(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Raises ValueError where there is no room. As Cache says, for positions that go on where the last ones ended."""
         start = self._used.get(layer, 0)
         end = start + len(k)

@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
             rotating = rotate(neighbours_apart(rotating, rope), *run.rotary)
         k = torch.cat((k, rotating.expand(*k.shape[:3], rope)), -1)
         if run.cache is not None:
-            k, v = run.cache.append(self.layer, k, v, run.positions)
+            k, v = run.cache.append(self.layer, k, v)
         mixed = attended(q, k, v, run, self.at, self.ranks, self.options, window=self.window, scale=self.scale)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected

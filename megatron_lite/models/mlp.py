@@ -51,7 +51,7 @@ def activate(x: Tensor, shape: Shape) -> Tensor:
     function = ACTIVATIONS[shape.activation]
     if not shape.gated:
         return function(x)
-    if is_plain_swiglu(shape) and not torch.compiler.is_compiling():
+    if is_plain_swiglu(shape) and x.requires_grad and not torch.compiler.is_compiling():
         activated: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
         return activated
     gate, up = x.chunk(2, -1)

@@ -1,7 +1,7 @@
 """A pass: everything that the parts of a model are to know of one microbatch on its way through them, made once for all of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import torch
@@ -44,6 +44,14 @@ class Ahead:
     """float32 []: the sum of the whole microbatch's weights."""
 
 
+class LargestScores:
+    """What attention of one pass of a microbatch has met. A class of its own so that torch.compile never looks into it."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, Tensor] = {}
+        """float32 [heads]: of this rank's heads (and at first -inf for those that another context rank computes)."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """Of one microbatch. Chunks of a rank that the microbatch passes one after another are handed the same one."""
@@ -57,7 +65,7 @@ class Pass:
     positions: Tensor
     """int64 [sequence, batch or 1]"""
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin of these positions, [sequence, batch or 1, 1, rotated / 2]; None where nothing rotates."""
+    """cos and sin of these positions, [sequence, batch or 1, 1, rotated], as rotary.py says; None where nothing rotates."""
     packed: Packed | None = None
     """Of whole rows; None: each is one document."""
     context: ContextGroup | None = None
@@ -77,11 +85,32 @@ class Pass:
     types: Tensor | None = None
     visible: Tensor | None = None
     swapped: Tensor | None = None
+    answers: Tensor | None = None
+    counting_answers: Tensor | None = None
     """As Microbatch has them."""
     ahead: tuple[Ahead, ...] = ()
     """One place, two places …: of models that predict further tokens, where anything goes backward."""
     counting: Tensor | None = None
     """float32 []: the sum of the whole microbatch's weights, where ahead has any."""
+    scores: LargestScores | None = None
+    """Where attention is to leave its largest scores; None: nowhere."""
+    _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+    def seen(self, keys: int, window: int | None) -> Tensor | None:
+        """bool [batch or 1, 1, queries, keys]: which keys of a cache each query sees; made once for all layers of the same window.
+
+        None: one token sees all of them.
+        """
+        if (keys, window) not in self._seen:
+            alone = self.positions.numel() == 1 and (window is None or window >= keys)
+            self._seen[keys, window] = None if alone else seen(self.positions, keys, window)
+        return self._seen[keys, window]
+
+
+def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """bool [batch or 1, 1, queries, keys]: which keys queries at these positions ([queries, batch or 1]) see."""
+    back = positions.t()[:, None, :, None] - torch.arange(keys, device=positions.device)
+    return back >= 0 if window is None else (back >= 0) & (back < window)
 
 
 class Passes:
@@ -103,8 +132,9 @@ class Passes:
         seed: rng.Seed | None = None,
         balance: Balance | None = None,
         cache: Cache | None = None,
+        scores: LargestScores | None = None,
     ) -> Pass:
-        """batch: with whole sequences. share, seed, balance, cache: see Pass."""
+        """batch: with whole sequences. share, seed, balance, cache, scores: see Pass."""
         positions, tables = self._places(batch.tokens, batch.positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
@@ -112,7 +142,7 @@ class Passes:
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
             share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
-            ahead, counting,
+            batch.answers, batch.counting, ahead, counting, scores,
         )  # fmt: skip
 
     def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:

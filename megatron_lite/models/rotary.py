@@ -79,9 +79,10 @@ class Rotary:
         self._frequencies, self._dtype, self._magnitude = frequencies(config).to(device), dtype, magnitude(config)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [sequence, batch or 1, 1, rotated / 2] of positions, int64 [sequence, batch or 1]."""
+        """cos, sin [sequence, batch or 1, 1, rotated] as `rotate` takes them, of positions, int64 [sequence, batch or 1]."""
         angles = positions.float()[..., None, None] * self._frequencies
-        return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
+        cos, sin = ((x * self._magnitude).to(self._dtype) for x in (angles.cos(), angles.sin()))
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
@@ -90,17 +91,18 @@ def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [sequence, batch, heads, head_dim]: its first elements in two halves, each pair rotated; the rest stays."""
-    if torch.compiler.is_compiling():
-        half = cos.shape[-1]
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    """x [sequence, batch, heads, head_dim]: its first elements in two halves, each pair rotated; the rest stays.
+
+    cos, sin: of both halves, the first one's sin with its sign changed.
+    """
+    if torch.compiler.is_compiling() or not x.requires_grad:
+        return _turned(x, cos, sin)
     result: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Turn(torch.autograd.Function):
-    """What a compiler makes of the formula: no copies in between, and backward is a rotation the other way."""
+    """Backward is a rotation the other way: one operation less than autograd finds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,10 +116,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    out = x.new_empty(x.shape)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((_turned(x[..., :rotated], cos, sin), x[..., rotated:]), -1)
+    return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)

@@ -1,4 +1,5 @@
-"""The optimizer: masters in fp32 and their state, whole on every data-parallel rank or shared among them (ZeRO 1).
+"""The optimizer: masters in fp32 and their state, whole on every data-parallel rank or shared among them (ZeRO 1), cut anywhere but for
+Muon's matrices, which are shared out whole.
 
 Bytes per parameter with d data-parallel ranks, for AdamW: in 16 bits 2 (parameter) + 4 (gradient) + 12 (master, two moments),
 of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own master: 4 + 4 + 8.
@@ -6,6 +7,8 @@ of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own ma
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +50,11 @@ class FlatRange:
     def shape(self) -> tuple[int, ...]:
         """Of the parameter's local tensor."""
         return self.info.native.shape
+
+    def multiply_rows(self, factors: Tensor) -> None:
+        """factors: of each row of the parameter, of which this range may have some."""
+        columns = torch.Size(self.shape).numel() // len(factors)
+        self.tensors["master"].mul_(factors.repeat_interleave(columns)[self.start : self.end])
 
 
 class Share(NamedTuple):
@@ -139,14 +147,22 @@ class Optimizer:
             for bucket in self._buckets:
                 bucket.gradients[bucket.own].mul_(factor)
 
-    def step(self, lr: float, weight_decay: float) -> None:
-        """Update masters by their gradients, round them to the parameters and start to gather those."""
+    def step(
+        self, lr: float, weight_decay: float, row_factors: Mapping[tuple[int, str], Tensor] = MappingProxyType({})
+    ) -> None:
+        """Update masters by their gradients, round them to the parameters and start to gather those.
+
+        row_factors: by chunk and parameter, what rows of masters are multiplied with when they are updated.
+        """
         if self._torch is not None:
             for group in self._torch.param_groups:
                 group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
             self._torch.step()
         if self._muon is not None:
             self._muon.step(lr, weight_decay)
+        for item in self._ranges:
+            if (item.chunk, item.name) in row_factors:
+                item.multiply_rows(row_factors[item.chunk, item.name])
         self.steps += 1
         self._publish()
 
@@ -206,10 +222,10 @@ def _master(bucket: Bucket) -> Tensor:
 
 
 def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
-    part = bucket.own.stop - bucket.own.start
-    for rank in range(member.start // part, -(-member.end // part)):
-        start, end = max(member.start, rank * part), min(member.end, (rank + 1) * part)
-        yield Share(rank, start - member.start, end - member.start)
+    for rank, (first, last) in enumerate(pairwise(bucket.bounds)):
+        start, end = max(member.start, first), min(member.end, last)
+        if start < end:
+            yield Share(rank, start - member.start, end - member.start)
 
 
 def _cut(bucket: Bucket, master: Tensor, kind: str) -> Iterator[FlatRange]:

@@ -98,9 +98,9 @@ def test_a_cache_goes_through_stages_and_tensor_ranks(world: World) -> None:
 
 def test_a_full_cache_says_so() -> None:
     cache = ContiguousCache(4)
-    cache.append(0, heads(2, length=3), heads(2, length=3), torch.arange(3).unsqueeze(1))
+    cache.append(0, heads(2, length=3), heads(2, length=3))
     with pytest.raises(ValueError, match="5 tokens don't fit into a cache of 4"):
-        cache.append(0, heads(2, length=2), heads(2, length=2), torch.arange(3, 5).unsqueeze(1))
+        cache.append(0, heads(2, length=2), heads(2, length=2))
 
 
 WIRES: Wires = (Wire((2, 3), torch.float32), Wire((4,), torch.int64), Wire((1,), torch.float32))
