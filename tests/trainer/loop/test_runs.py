@@ -216,6 +216,31 @@ def test_rank_files_that_have_no_room_for_all_parts_are_refused(tmp_path: Path, 
     assert message in running.logs()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        "--cp 2 --async-save",
+        "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --fp16",
+        "--tp 2 --sequence-parallel --bf16",
+        "--optimizer muon --bf16",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --ep 2 --bf16",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --tp 2 --ep 2 --etp 1 --sequence-parallel --bf16",
+    ],
+)
+def test_a_shared_optimizer_is_the_same_in_both_formats(words: str, tmp_path: Path) -> None:
+    """Rank files get it from all ranks that have a part of it; blocks are written by each for itself."""
+    prints = set()
+    for form in ("torch_dist", "torch"):
+        command = f"pretrain {LLAMA} --train-iters 2 --save ckpt --use-distributed-optimizer {words}"
+        train(tmp_path / form, 4, f"{command} --ckpt-format {form}")
+        found = megaconv.fingerprint(tmp_path / form / "ckpt")
+        assert found.optimizer is not None
+        prints.add((found.weights, found.optimizer))
+    assert len(prints) == 1
+
+
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
     command = f"pretrain {TIED} --train-iters 2 --save ckpt --bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     prints = set()
