@@ -128,7 +128,7 @@ class Engine:
                 self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
         if options.lora is not None:
             check_targets(config, options.lora.targets, found=any(self.adapters))
-        self._delayed = list(delayed_products(self.chunks))
+        self._delayed = [product for chunk in self.chunks for _, product in delayed_products(chunk)]
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         self._watch: ScoreWatch | None = None
