@@ -198,8 +198,7 @@ class Engine:
             self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
-            optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
-            optimizer.step(lr, weight_decay)
+            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad))
         end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
