@@ -8,6 +8,10 @@ set -euo pipefail
 
 work=${1:-$(mktemp -d)}
 python=${PYTHON:-python3}
+"$python" -c "import torch, transformers, jinja2" 2>/dev/null || {
+    echo "finetune.sh: $python lacks a package; in the project's directory: pip install '.[train,data]'" >&2
+    exit 2
+}
 mkdir -p "$work"
 
 echo "1. A Llama with random weights, and what it is to learn"

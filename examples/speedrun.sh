@@ -9,6 +9,10 @@ set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 work=${1:-speedrun}
 python=${PYTHON:-python3}
+"$python" -c "import torch, transformers, jinja2, starlette, uvicorn" 2>/dev/null || {
+    echo "speedrun.sh: $python lacks a package; from $project: pip install '.[train,data,serve]'" >&2
+    exit 2
+}
 mkdir "$work"
 work=$(cd "$work" && pwd)
 cd "$work"

@@ -50,6 +50,7 @@ _PATTERNS = [
 ]
 """Configuration, weights, and whatever travels along (megaconv/engine/sidecars.py); code is never downloaded."""
 _NEVER = ("*.py", "*/*")
+_TOKENIZER = [pattern for pattern in _PATTERNS if pattern not in ("*.safetensors", "*.bin")]
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -81,6 +82,30 @@ def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _fetch(place, name, revision or None, metadata_only)
+
+
+def tokenizer_directory(place: str) -> Path:
+    """Where the small files of a directory or a Hub id are; no weights are downloaded. Raises CheckpointError."""
+    place = _of_page(place)
+    if not place.startswith(_SCHEME) and Path(place).exists():
+        return _in_cache(Path(place))
+    name, _, revision = place.removeprefix(_SCHEME).partition("@")
+    if not _NAME.fullmatch(name):
+        raise nothing_at(Path(place))
+    timeout = _timeout()
+    from huggingface_hub import HfApi, snapshot_download
+
+    wanted: dict[str, Any] = {"allow_patterns": _TOKENIZER, "ignore_patterns": list(_NEVER)}
+    try:
+        found = HfApi().model_info(name, revision=revision or None, timeout=timeout)  # see _fetch
+        return Path(snapshot_download(name, revision=str(found.sha), **wanted))
+    except Exception as error:
+        try:
+            return Path(snapshot_download(name, revision=revision or None, local_files_only=True, **wanted))
+        except Exception:
+            raise _not_found(
+                place, hub_headers.reason(error), restricted=hub_headers.status_of(error) == 403
+            ) from error
 
 
 def nothing_at(path: Path) -> UsageError:
@@ -137,15 +162,21 @@ def _skipped(files: Sequence[str]) -> list[str]:
     return ["*.bin"] if any(name.endswith(".safetensors") for name in files) else [*_VARIANTS]
 
 
-def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> Path:
+def _timeout() -> float:
+    """Seconds that the Hub has to answer in. Before its package is imported, which reads the environment."""
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    return float(os.environ["HF_HUB_ETAG_TIMEOUT"])
+
+
+def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> Path:
+    timeout = _timeout()
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
-        found = HfApi().model_info(name, revision=revision, timeout=float(os.environ["HF_HUB_ETAG_TIMEOUT"]))
+        found = HfApi().model_info(name, revision=revision, timeout=timeout)
         files = [sibling.rfilename for sibling in found.siblings or ()]
         skip = [*_skipped(files), *_NEVER]
         if metadata_only and (headers := _headers(place, name, str(found.sha), files, skip)):

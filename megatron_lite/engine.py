@@ -21,11 +21,13 @@ from megatron_lite.models.networks import network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.models.plan import ExpertRanks, make_plan
 from megatron_lite.models.preference import LOSSES
+from megatron_lite.models.qk_clip import ScoreWatch
 from megatron_lite.models.totals import LossSum, RowSums, places
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.buckets import ChunkBuckets
 from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
+from megatron_lite.parallel.dealing import Dealer
 from megatron_lite.parallel.fp8 import end_step
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.kinds import Kind, declared
@@ -60,6 +62,8 @@ class StepReport:
     """The sums over all ranks of what was passed in."""
     others: Mapping[str, float] = field(default_factory=dict)
     """Means of what else the model learns from, by name."""
+    largest_score: float | None = None
+    """Of attention, before any clip; None where nobody asked for it."""
 
     @property
     def empty(self) -> bool:
@@ -127,6 +131,7 @@ class Engine:
         self._delayed = list(delayed_products(self.chunks))
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
+        self._watch: ScoreWatch | None = None
         fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
         self.scaler = LossScaler(fp16_scale)
         for module, of_chunk, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
@@ -143,7 +148,7 @@ class Engine:
         return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
-        grid = self.grid
+        grid, dealer = self.grid, Dealer() if optimizer.distributed and optimizer.kind == "muon" else None
         for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             buckets = ChunkBuckets(
                 module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
@@ -151,10 +156,13 @@ class Engine:
                 distributed=optimizer.distributed,
                 sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
                 overlap=optimizer.overlap_grad_reduce,
+                dealer=dealer,
             )  # fmt: skip
             buckets.wait_before(module.units())
             self.buckets.append(buckets)
         self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"), grid.group("etp"))
+        if optimizer.qk_clip is not None or optimizer.tell_scores:
+            self._watch = ScoreWatch(self.chunks, grid.group("replicas"), grid.group("world"))
 
     def train_step(
         self,
@@ -176,6 +184,8 @@ class Engine:
         scale = self.scaler.scale
         losses = LossSum(self._loss_names, self.grid.device, scale / positions)
         self._balances.clear()
+        if self._watch is not None:
+            self._watch.begin()
         self._balanced = Step([self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
         completing = last_backward(actions)
@@ -188,6 +198,7 @@ class Engine:
             buckets.finish()
         sum_shares(optimizer.ranges(), self.grid)
         square = squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
+        scores = None if self._watch is None else self._watch.found()
         (loss, *others), (square_sum, *summed) = self._sum_over_world(losses, square, signals)
         loss_sum, tokens = loss
         norm, factor = 0.0, 1.0
@@ -198,13 +209,18 @@ class Engine:
             self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
-            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad))
+            clip = optimizer.options.qk_clip
+            rows = {} if scores is None or clip is None else scores.row_factors(clip)
+            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad), rows)
         end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
             name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
         }
-        return StepReport(loss_sum / (tokens or 1.0), tokens, norm, skipped, scale, tuple(summed), means)
+        return StepReport(
+            loss_sum / (tokens or 1.0), tokens, norm, skipped, scale, tuple(summed), means,
+            None if scores is None else float(scores.top),
+        )  # fmt: skip
 
     def _move_expert_biases(self) -> None:
         """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
@@ -317,7 +333,8 @@ class Engine:
         seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
         balance = Balance(share * places(batch), self._balanced, self.grid.group("cp"))
         self._balances.append(balance)
-        return self._passes.make(batch, share=share, seed=seed, balance=balance)
+        scores = None if self._watch is None else self._watch.of_pass()
+        return self._passes.make(batch, share=share, seed=seed, balance=balance, scores=scores)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
         """What each action of microbatches of this shape gets from another stage."""

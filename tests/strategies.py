@@ -150,6 +150,14 @@ def with_mamba(draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: i
     return changed(config, hybrid_fields("M" + others, **sizes))
 
 
+BERT_HEADS = (
+    {"head.activation": "gelu"},
+    {"head.activation": "gelu", "head.binary": True},
+    {"head.classes": 3, "tie_embeddings": False},
+    {"head.choices": True, "tie_embeddings": False},
+)
+
+
 @st.composite
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
@@ -183,7 +191,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             {
                 "norm.place": "after_sum" if old else "before",
                 "token_types": draw(st.integers(0, 2)),
-                "head.binary": draw(st.booleans()),
+                **draw(st.sampled_from(BERT_HEADS)),
             },
         )
     if family == "t5":

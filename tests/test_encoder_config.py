@@ -31,6 +31,9 @@ T5: dict[str, Any] = {
 }  # fmt: skip
 
 
+MODELS = ("ForPreTraining", "ForSequenceClassification", "ForMultipleChoice")
+
+
 def read(raw: dict[str, Any]) -> ModelConfig:
     return family_of_hf(raw, "config.json").read_hf(raw)
 
@@ -38,8 +41,9 @@ def read(raw: dict[str, Any]) -> ModelConfig:
 @st.composite
 def berts(draw: Draw) -> ModelConfig:
     """As both transformers and Megatron's legacy models can have one."""
-    kind = draw(st.sampled_from(("MegatronBertForPreTraining", "BertForPreTraining")))
-    words = {
+    place, model = draw(st.sampled_from(("MegatronBert", "Bert"))), draw(st.sampled_from(MODELS))
+    kind = place + model
+    words: dict[str, Any] = {
         "architectures": [kind],
         "hidden_act": draw(st.sampled_from(("gelu", "gelu_new"))),
         "layer_norm_eps": draw(st.sampled_from((1e-12, 1e-5))),
@@ -47,7 +51,12 @@ def berts(draw: Draw) -> ModelConfig:
         "torch_dtype": draw(st.sampled_from(("bfloat16", "float32"))),
         "pad_token_id": None,
     }
-    return read(BERT | words)
+    classes = draw(st.integers(1, 5)) if model == "ForSequenceClassification" else 0
+    if classes:
+        words["id2label"] = {str(number): f"class {number}" for number in range(classes)}
+    config = read(BERT | words)
+    assert (config.head.classes, config.head.choices) == (classes, model == "ForMultipleChoice")
+    return config
 
 
 @st.composite
@@ -80,7 +89,16 @@ def t5s(draw: Draw) -> ModelConfig:
     )
 
 
-FOUND = ("encoder.layers", "norm.final", "head.bias", "positions.buckets", "token_types", "head.binary")
+FOUND = (
+    "encoder.layers",
+    "norm.final",
+    "head.bias",
+    "positions.buckets",
+    "token_types",
+    "head.binary",
+    "head.classes",
+    "head.choices",
+)
 """Of an encoder, besides what all models have."""
 
 
@@ -130,6 +148,7 @@ def test_a_decoder_has_nothing_of_an_encoder() -> None:
     assert (found["norm.final"], found["norm.place"]) == (True, "before")
 
 
+OF_TASK = read(BERT | {"architectures": ["MegatronBertForSequenceClassification"]})
 REFUSED = (
     read(BERT | {"hidden_act": "gelu"}),
     changed(read(T5), {"attention.scale": None, "head.bias": True, "mlp.activation": "gelu"}),
@@ -144,6 +163,7 @@ REFUSED = (
         (REFUSED[0], {"token_types": 3}, True, "3 token types"),
         (REFUSED[0], {"head.activation": "gelu_tanh"}, True, "approximate gelu before its head only"),
         (REFUSED[0], {"tie_embeddings": False}, True, "choose --saver core"),
+        (OF_TASK, {"token_types": 0}, False, "0 token types and a classification head"),
         (REFUSED[1], {"attention.scale": 1.0}, False, "square root of the head size"),
         (REFUSED[1], {"head.bias": False}, False, "if the head is its embedding, and only then"),
         (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import CorruptCheckpoint, TensorMismatch
 from megaconv.families import families
@@ -41,6 +42,10 @@ KINDS = {
     "MegatronBertForMaskedLM": "megatron-bert",
     "BertForPreTraining": "bert",
     "BertForMaskedLM": "bert",
+    "MegatronBertForSequenceClassification": "megatron-bert",
+    "MegatronBertForMultipleChoice": "megatron-bert",
+    "BertForSequenceClassification": "bert",
+    "BertForMultipleChoice": "bert",
 }
 SIZES = {
     "hidden_size": 32,
@@ -129,7 +134,12 @@ def test_legacy_weights_compute_what_transformers_computes(
 
 
 @pytest.mark.parametrize(
-    ("kind", "saver"), [("MegatronBertForPreTraining", "core"), ("MegatronBertForPreTraining", "legacy"), ("BertForPreTraining", "legacy")]
+    ("kind", "saver"),
+    [
+        ("MegatronBertForPreTraining", "core"), ("MegatronBertForPreTraining", "legacy"), ("BertForPreTraining", "legacy"),
+        ("MegatronBertForSequenceClassification", "core"), ("MegatronBertForMultipleChoice", "core"),
+        ("BertForSequenceClassification", "legacy"), ("MegatronBertForMultipleChoice", "legacy"),
+    ],
 )  # fmt: skip
 def test_from_hugging_face_and_back_are_the_same_files(kind: str, saver: str, models: Models, tmp_path: Path) -> None:
     source = models(kind)
@@ -169,6 +179,29 @@ def save_as(target: Path, source: Path, tensors: Tensors, **words: Any) -> Path:
     (target / "config.json").write_text(json.dumps(said_by(source) | words))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+@pytest.mark.parametrize("kind", ["SequenceClassification", "MultipleChoice"])
+def test_a_tasks_head_has_the_names_of_megatrons_tasks_in_its_legacy_files(
+    kind: str, models: Models, tmp_path: Path
+) -> None:
+    """Classification and MultipleChoice of megatron/legacy/model: a language model, and a head of one linear layer beside it."""
+    source = models(f"BertFor{kind}")
+    head = {"SequenceClassification": "classification_head", "MultipleChoice": "multichoice_head"}[kind]
+    legacy = convert(source, tmp_path / "legacy", "legacy", pp=2)
+    last = read_rank_file(legacy / "iter_0000001" / "mp_rank_00_001" / "model_optim_rng.pt")
+    stored, expected = last["model"], load_file(source / "model.safetensors")
+    assert stored.keys() == {"language_model", head}
+    assert all(torch.equal(stored[head][name], expected[f"classifier.{name}"]) for name in ("weight", "bias"))
+    assert stored["language_model"]["pooler"].keys() == {"dense.weight", "dense.bias"}
+    assert not last["args"].untie_embeddings_and_output_weights
+    first = read_rank_file(legacy / "iter_0000001" / "mp_rank_00_000" / "model_optim_rng.pt")
+    assert first["model"].keys() == {"language_model"}
+
+
+def test_for_core_it_is_said_that_core_has_no_such_head(models: Models, tmp_path: Path) -> None:
+    report = megaconv.convert(models("MegatronBertForMultipleChoice"), tmp_path / "core", saver="core")
+    assert any("Megatron core's BERT has no multiple-choice head" in notice for notice in report.notices)
 
 
 def test_a_masked_language_models_files_may_hold_the_other_head_too(models: Models, tmp_path: Path) -> None:

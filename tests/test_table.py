@@ -80,7 +80,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
         changed(EVERYTHING, {field: speaks_of(family, naming, name) for name, field in dense.items()}), family=family
     )
     if family == "bert":
-        return changed(config, {"attention.kv_heads": 4, "token_types": 2, "head.binary": True})
+        heads = {"head.activation": "gelu", "head.binary": True}
+        return changed(config, {"attention.kv_heads": 4, "token_types": 2, **heads})
     if family == "t5":
         sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
         return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes})
@@ -121,7 +122,9 @@ def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
     config = everything(family)
     if family == "bert":
-        return [config, changed(config, {"norm.place": "after_sum"})]
+        of_task = changed(config, {"head.activation": "", "head.binary": False, "tie_embeddings": False})
+        kinds = {"head.classes": 3}, {"head.choices": True}
+        return [config, changed(config, {"norm.place": "after_sum"}), *(changed(of_task, kind) for kind in kinds)]
     if family == "t5":
         return [
             config,

@@ -6,16 +6,19 @@ that of layer 0 the embedding's, and the one that ends the last layer is the fin
 
     Megatron     input_norm 0           input_norm 1 .. L-1             final_norm
     Bert         embeddings.LayerNorm   layer.0 .. L-2 output.LayerNorm   layer.L-1 output.LayerNorm
+
+A BERT that was finetuned for a task has, in the place of the heads of pretraining, one on its pooled first token: for classes
+(Megatron's MNLI and QQP), or for a score of each choice (RACE).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.gpt2 import BIASED, LEARNED, whole_heads
 from megaconv.families.parts.decoder_keys import model_keys
-from megaconv.families.parts.keys import Fields, Keys, Raw, choice, number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.table import Copied, Fused, Row
@@ -118,8 +121,8 @@ def _linear(name: str, rows: str, when: str | None, hf: str, core: str, legacy: 
 HEADS = (
     _FINAL_NORM,
     replace(_FINAL_NORM.renamed(hf=_OUTPUT_NORM), when="post_norm"),
-    *_linear("transform.dense", "hidden", None, "cls.predictions.transform.dense", "lm_head.dense", "lm_head.dense"),
-    Row("transform.norm.{weight|bias}", ("hidden", "hidden"), stage="last",
+    *_linear("transform.dense", "hidden", "transform", "cls.predictions.transform.dense", "lm_head.dense", "lm_head.dense"),
+    Row("transform.norm.{weight|bias}", ("hidden", "hidden"), stage="last", when="transform",
         hf="cls.predictions.transform.LayerNorm.{weight|bias}",
         core="lm_head.layer_norm.{weight|bias}",
         legacy="lm_head.norm.{weight|bias}"),
@@ -127,13 +130,15 @@ HEADS = (
         hf="cls.predictions.decoder.weight",
         core="output_layer.weight",
         legacy="language_model.output_layer.weight"),
-    Row("head.bias", ("vocab",), tp=0, stage="last", padded_vocab=True,
+    Row("head.bias", ("vocab",), tp=0, stage="last", when="transform", padded_vocab=True,
         hf="cls.predictions.bias",
         core="output_layer.bias",
         legacy="lm_head.bias",
         copies=(Copied("itself", {"hf": ("cls.predictions.decoder.bias",)}),)),
     *_linear("binary_head", "2", "binary_head", "cls.seq_relationship", "binary_head", "binary_head"),
-    *_linear("pooler", "hidden", "binary_head", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense"),
+    *_linear("pooler", "hidden", "pooler", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense"),
+    *_linear("classification_head", "classes", "classification_head", "classifier", "classification_head", "classification_head"),
+    *_linear("multichoice_head", "1", "multichoice_head", "classifier", "multichoice_head", "multichoice_head"),
 )  # fmt: skip
 
 ROWS = (*EMBEDDINGS, *LAYERS, *HEADS)
@@ -141,8 +146,17 @@ IGNORED = (r"bert\.embeddings\.position_ids",)
 """Older files keep the numbers from 0 on."""
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-_ORIGINAL = ("BertForPreTraining", "BertForMaskedLM")
-_MEGATRON = ("MegatronBertForPreTraining", "MegatronBertForMaskedLM")
+_PRETRAINING, _MASKED, _CLASSES, _CHOICES = (
+    "ForPreTraining",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+)
+_MODELS = (_PRETRAINING, _MASKED, _CLASSES, _CHOICES)
+_ORIGINAL = tuple("Bert" + model for model in _MODELS)
+_MEGATRON = tuple("MegatronBert" + model for model in _MODELS)
+_CLASSES_UNASKED = 2
+"""Classes of a model whose config.json says nothing of them."""
 
 
 def _read_activation(raw: Raw) -> Fields:
@@ -151,7 +165,7 @@ def _read_activation(raw: Raw) -> Fields:
 
 
 def _write_activation(config: ModelConfig) -> Raw:
-    if config.head.activation != config.mlp.activation:
+    if config.head.activation not in ("", config.mlp.activation):
         raise NotExpressible(
             f"the model's layers have {config.mlp.activation} and the transform before its head has {config.head.activation}; "
             f"{_architecture(config)} has one hidden_act for both. --allow-lossy activation takes that of the layers: "
@@ -164,11 +178,24 @@ def _read_architecture(raw: Raw) -> Fields:
     usual = _ORIGINAL[0] if raw.get("model_type") == "bert" else _MEGATRON[0]
     (architecture,) = raw.get("architectures") or (usual,)
     place = "after_sum" if architecture in _ORIGINAL else "before"
-    return {"norm.place": place, "head.binary": architecture.endswith("ForPreTraining")}
+    found = {"norm.place": place, "head.binary": architecture.endswith(_PRETRAINING)}
+    if architecture.endswith(_CLASSES):
+        found["head.classes"] = _classes(raw)
+    return found | {"head.choices": architecture.endswith(_CHOICES)}
+
+
+def _classes(raw: Raw) -> int:
+    """As transformers counts them."""
+    names = raw.get("id2label")
+    if names is None:
+        return need_size(raw, "num_labels", _CLASSES_UNASKED)
+    if not isinstance(names, Mapping) or not names:
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: id2label should have a name for each class, found {names!r:.100}")
+    return len(names)
 
 
 def _write_architecture(config: ModelConfig) -> Raw:
-    if not config.tie_embeddings:
+    if config.has("untied"):
         raise NotExpressible(
             f"the model's head is not its embedding; {_architecture(config)} has no bias for such a head"
         )
@@ -177,7 +204,32 @@ def _write_architecture(config: ModelConfig) -> Raw:
 
 
 def _architecture(config: ModelConfig) -> str:
-    return (_ORIGINAL if config.has("post_norm") else _MEGATRON)[0 if config.head.binary else 1]
+    if config.head.classes:
+        model = _CLASSES
+    elif config.head.choices:
+        model = _CHOICES
+    else:
+        model = _PRETRAINING if config.head.binary else _MASKED
+    return ("Bert" if config.has("post_norm") else "MegatronBert") + model
+
+
+def _read_task(raw: Raw) -> Fields:
+    """A head for a task has no transform, and there is no matrix of words that could be the embedding."""
+    found = _read_architecture(raw)
+    return (
+        {"head.activation": "", "tie_embeddings": False} if found.get("head.classes") or found["head.choices"] else {}
+    )
+
+
+def _write_task(config: ModelConfig) -> Raw:
+    if not config.has("classification_head"):
+        return {"tie_word_embeddings": True} if config.has("multichoice_head") else {}
+    names = {str(number): f"LABEL_{number}" for number in range(config.head.classes)}
+    return {
+        "id2label": names,
+        "label2id": {name: int(number) for number, name in names.items()},
+        "tie_word_embeddings": True,
+    }
 
 
 def _write_token_types(config: ModelConfig) -> Raw:
@@ -199,6 +251,7 @@ _KEYS = (
     Keys(("type_vocab_size",), lambda raw: {"token_types": raw.get("type_vocab_size", 2)}, _write_token_types),
     Keys(("architectures", "model_type"), _read_architecture, _write_architecture),
     *model_keys(tied=True, tokens=(None, None, 0)),
+    Keys((), _read_task, _write_task),  # of id2label, which is harmless in every other model
 )
 _ONLY = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
@@ -213,5 +266,5 @@ def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 FAMILY = Family(
     "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, keys=_KEYS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
     prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
-    recognized="learned norm_bias !gated !encoder transform !mixture",
+    recognized="learned norm_bias !gated !encoder both_ways !mixture",
 )  # fmt: skip

@@ -112,5 +112,5 @@ _ONLY = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "
 
 FAMILY = Family(
     "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, keys=_KEYS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
-    prefix="transformer.", recognized="learned norm_bias !gated !encoder !transform !mixture",
+    prefix="transformer.", recognized="learned norm_bias !gated !encoder !both_ways !mixture",
 )  # fmt: skip

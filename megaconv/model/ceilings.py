@@ -35,7 +35,7 @@ _FIELDS = {
     "linear.key_heads": WIDTH, "linear.value_heads": WIDTH, "linear.key_dim": WIDTH,
     "linear.value_dim": WIDTH, "linear.conv": WIDTH, "mamba.heads": WIDTH, "mamba.head_dim": WIDTH,
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
-    "positions.buckets": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
+    "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
 }  # fmt: skip
 """By the dotted names of a configuration."""
 

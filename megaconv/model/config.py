@@ -175,6 +175,7 @@ SIZES: Mapping[str, Size] = {
     "expert_latent": Size("experts.latent", 0),
     "encoder_layers": Size("encoder.layers"),
     "token_types": Size("token_types"),
+    "classes": Size("head.classes"),
     "relative_buckets": Size("positions.buckets"),
     "kv_rank": Size("latent.kv_rank"),
     "q_rank": Size("latent.q_rank"),
@@ -194,10 +195,16 @@ SIZES: Mapping[str, Size] = {
 }
 """Name in shapes -> the size."""
 
+
+def _of_task(config: ModelConfig) -> bool:
+    """Whether a head for a task stands in the place of one for words."""
+    return bool(config.head.classes or config.head.choices) and not config.head.activation
+
+
 Holds = Callable[[ModelConfig, LayerKind, int], bool]
 FEATURES: Mapping[str, Holds] = {
     # of the model
-    "untied": lambda config, kind, layer: not config.tie_embeddings,
+    "untied": lambda config, kind, layer: not config.tie_embeddings and not _of_task(config),
     "rope": lambda config, kind, layer: config.positions.kind == "rope",
     "interleaved": lambda config, kind, layer: config.positions.interleaved,
     "skips_rope": lambda config, kind, layer: not all(each.rotates for each in config.layers),
@@ -248,6 +255,10 @@ FEATURES: Mapping[str, Holds] = {
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
     "token_types": lambda config, kind, layer: config.token_types > 0,
     "binary_head": lambda config, kind, layer: config.head.binary,
+    "classification_head": lambda config, kind, layer: config.head.classes > 0,
+    "multichoice_head": lambda config, kind, layer: config.head.choices,
+    "pooler": lambda config, kind, layer: config.head.binary or bool(config.head.classes or config.head.choices),
+    "both_ways": lambda config, kind, layer: bool(config.head.activation or config.head.classes or config.head.choices),
     "head_bias": lambda config, kind, layer: config.head.bias,
     "transform": lambda config, kind, layer: bool(config.head.activation),
     "windows": lambda config, kind, layer: config.window is not None,

@@ -67,7 +67,7 @@ STRUCTURE = (
         "experts.router_bias",
         "experts.latent",
     ),
-    *("encoder.layers", "norm.final", "head.binary", "positions.buckets"),
+    *("encoder.layers", "norm.final", "head.binary", "head.classes", "head.choices", "positions.buckets"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
     *("indexer.heads", "indexer.head_dim"),
     *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),

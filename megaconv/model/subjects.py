@@ -192,5 +192,9 @@ class Head:
     """Of the transform before a masked-language-model head, with the values of `mlp.activation`; empty without one."""
     binary: bool = False
     """Whether a pooler and a head say if two segments follow each other."""
+    classes: int = 0
+    """That a head tells apart by the pooled first token (classification); 0 without one."""
+    choices: bool = False
+    """Whether a head gives the pooled first token of each of several choices a score (multiple choice)."""
     logit_cap: float | None = None
     """Logits are squeezed between plus and minus this by tanh; None: they aren't."""

@@ -54,6 +54,7 @@ class Start:
 
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     """None to start from random weights. Reads metadata only. Raises CheckpointError."""
+    settings = _continued_task(settings)
     saving = settings.checkpointing
     weights_alone = finetune or saving.finetune or settings.lora.wanted
     saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
@@ -67,7 +68,9 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
                 f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
             )
         if finetune:
-            raise UsageError("finetune needs --load: the checkpoint to start from")
+            raise UsageError(
+                "finetune needs --load (of a --task also --pretrained-checkpoint): the checkpoint to start from"
+            )
         return None
     if saving.save and os.path.realpath(saving.load) == os.path.realpath(saving.save):
         if saved is not None and weights_alone:
@@ -78,6 +81,20 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
         if not weights_alone and saved is None and not (Path(saving.load) / CONFIG_NAME).is_file():
             return None  # as Megatron-LM's scripts expect of the first of several jobs
     return _open(saving.load, settings, continued=not weights_alone)
+
+
+def _continued_task(settings: Settings) -> Settings:
+    """Megatron's tasks continue the run of --load, and start from --pretrained-checkpoint where there is none."""
+    saving, pretrained = settings.checkpointing, settings.tasks.pretrained_checkpoint
+    if pretrained is None:
+        return settings
+    if saving.load is not None and has_checkpoint(Path(saving.load)):
+        if saving.save is None or os.path.realpath(saving.load) != os.path.realpath(saving.save):
+            raise UsageError(
+                f"--load {saving.load} holds a run to continue, beside --pretrained-checkpoint: give the same --save, or --load alone"
+            )
+        return replace(settings, checkpointing=replace(saving, resume=True))
+    return replace(settings, checkpointing=replace(saving, load=pretrained))
 
 
 def find_reference(settings: Settings) -> Start:
@@ -111,6 +128,13 @@ def refuse_whole(config: ModelConfig, place: str) -> None:
             f"{place}: {named(config.whole.config)} sees or hears, and there is code for language models alone; take the one in it: "
             f"megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
         )
+
+
+def open_weights(place: str) -> Start:
+    """A checkpoint's weights alone. Raises as open_language_model."""
+    source = open_language_model(place)
+    tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
+    return Start(place, source.header, tensors, {}, Progress(), with_optimizer=False, files=source.header.files)
 
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:

@@ -9,7 +9,6 @@ With `asynchronous` a thread writes a copy while training goes on: one save at a
 next step. It has a process group of its own, since collectives of two threads must not meet in one.
 """
 
-import os
 import re
 import shutil
 import threading
@@ -17,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from formats import rank_files
 from formats.errors import CheckpointError
 from formats.renames import sync_directory
+from megatron_lite.checkpoint import rank_file
 from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import write_blocks, write_common, write_file
 from megatron_lite.checkpoint.snapshot import Snapshot
@@ -110,13 +109,12 @@ class Saver:
             for file_name, content in snapshot.files.items():
                 write_file(staging / file_name, content)
         elif snapshot.rank_file is not None:
-            name, state = snapshot.rank_file
-            (staging / name).parent.mkdir()
-            with (staging / name).open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            sync_directory((staging / name).parent)
+            path = snapshot.rank_file.path
+            if path is not None:
+                (staging / path).parent.mkdir()
+            rank_file.write(staging, snapshot.rank_file, self.rank, self.group)
+            if path is not None:
+                sync_directory((staging / path).parent)
         self._barrier()
         if self.rank == 0:
             self._publish(staging, target, snapshot)

@@ -47,6 +47,8 @@ def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
     if data.tokenizer_model is None:
         return {}
     place = Path(data.tokenizer_model)
+    if place.name == "tokenizer.json":
+        place = place.parent
     if place.is_file():
         return {place.name if place.suffix == ".json" else "tokenizer.model": read_sidecar(place)}
     if place.is_dir():

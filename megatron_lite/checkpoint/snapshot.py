@@ -1,10 +1,8 @@
-"""What a rank puts into a checkpoint: blocks of `torch_dist`, or a whole rank file of `torch`; views, or copies of a moment.
+"""What a rank puts into a checkpoint, as views, or copies of a moment; and how it finds its blocks of `torch_dist`.
 
 Optimizer state is saved as Megatron's fully_reshardable form: sharded like the weights, whatever ranges the ranks own.
 """
 
-import math
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,23 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats import rank_files
-from megaconv.families import family
-from megaconv.megatron.arguments.param_groups import is_expert
 from megaconv.megatron.distributed.keys import stacks_layers
-from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
-from megaconv.model.naming import CORE, core_naming
-from megaconv.model.natives import native_tensors
+from megaconv.model.naming import CORE
 from megaconv.model.table import encoder_layers
 from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
+from megatron_lite.checkpoint.rank_file import RankFile
 from megatron_lite.engine import Engine
-from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo
-from megatron_lite.parallel.zero import STATE, FlatRange, kind_of
 
 NAMING = CORE
 """Of the engine's parameters."""
@@ -47,8 +39,8 @@ class Snapshot:
     common: Mapping[str, Any]
     shards: tuple[Shard, ...] = ()
     objects: Mapping[str, bytes] | None = None
-    rank_file: tuple[str, Mapping[str, Any]] | None = None
-    """Its path below the iteration, and its contents; None where another rank writes it, and for torch_dist."""
+    rank_file: RankFile | None = None
+    """Of `torch`."""
     files: Mapping[str, bytes] | None = None
     """Of a run that trains adapters, by name; on rank 0."""
 
@@ -56,18 +48,9 @@ class Snapshot:
         """With tensors that training won't change, in main memory; they are there after copies.wait()."""
         copies.begin()
         moved = tuple(replace(shard, tensor=copies.of(shard.tensor)) for shard in self.shards)
-        file = None if self.rank_file is None else (self.rank_file[0], _copy(self.rank_file[1], copies))
+        file = None if self.rank_file is None else self.rank_file.copied(copies.of)
         copies.end()
         return replace(self, shards=moved, rank_file=file)
-
-
-def _copy(value: Any, copies: Copies) -> Any:
-    """Tensors in dictionaries and lists."""
-    if isinstance(value, Tensor):
-        return copies.of(value)
-    if isinstance(value, dict):
-        return type(value)((key, _copy(item, copies)) for key, item in value.items())
-    return type(value)(_copy(item, copies) for item in value) if isinstance(value, list) else value
 
 
 def chunk_places(engine: Engine, *, local: bool) -> list[dict[str, Place]]:
@@ -218,139 +201,3 @@ def _projections(config: ModelConfig) -> tuple[str, ...]:
         return ("linear_qkv",)
     of_queries = ("linear_q_down_proj", "linear_q_up_proj") if config.latent.q_rank else ("linear_q_proj",)
     return (*of_queries, "linear_kv_down_proj", "linear_kv_up_proj")
-
-
-def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
-    """Of `torch`. Collective over data-parallel ranks that share the optimizer's state.
-
-    Megatron's ranks write that are the first of those that hold the same experts.
-    """
-    engine.finish()
-    grid = engine.grid
-    renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
-    models: list[dict[str, Tensor]] = [{} for _ in renamed]
-    second_names = {(info.chunk, info.name): info.second_names for infos in engine.infos for info in infos}
-    for chunk, name, tensor in engine.parameters():
-        for each in (name, *second_names[chunk, name]):
-            models[chunk][renamed[chunk][each]] = tensor.detach()
-    order = core_order(family(engine.config.family).rows, core_naming(impl))
-    ordered = [OrderedDict(sorted(model.items(), key=lambda entry: order(entry[0]))) for model in models]
-    state = dict(common)
-    mixture = engine.config.experts.count > 0
-    writes = not grid.rank_along("edp" if mixture else "replicas")
-    whole = _whole_slots(engine, keep=writes) if with_optimizer and engine.optimizer is not None else {}
-    if not writes:
-        return Snapshot(common["iteration"], common)
-    if whole:
-        slots = {(chunk, renamed[chunk][name]): values for (chunk, name), values in whole.items()}
-        listed = [(chunk, name) for chunk, model in enumerate(ordered) for name in model if (chunk, name) in slots]
-        state["optimizer"] = _optimizers(common["optimizer"], listed, ordered, slots, apart=grid.layout.ep > 1)
-    for chunk, model in enumerate(ordered):
-        entries: dict[str, Any] = {**model, **dict.fromkeys(extra_states(model), None)}
-        key = "model" if len(ordered) == 1 else f"model{chunk}"
-        state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: order(entry[0])))
-    ep_rank = grid.rank_along("ep") if mixture else 0
-    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, ep_rank, grid.layout.pp, grid.layout.ep)
-    return Snapshot(common["iteration"], common, rank_file=(f"{directory}/{rank_files.MODEL_FILE}", state))
-
-
-def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
-    """From the engine's names to those of the implementation."""
-    config, grid = engine.config, engine.grid
-    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    at = grid.experts_place() if config.experts.count else (0, 0)
-    ours, theirs = (
-        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
-        for naming in (NAMING, core_naming(impl))
-    )
-    return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
-
-
-def _whole_slots(engine: Engine, *, keep: bool) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """Optimizer state in the shape of this rank's parameters; views where it has all of it.
-
-    What data-parallel ranks share is put together tensor by tensor, and kept in main memory by the rank that writes it (keep):
-    the others never hold more than one. Collective then.
-    """
-    assert engine.optimizer is not None
-    distributed, kind = engine.optimizer.distributed, engine.optimizer.options.kind
-    own = {(owned.chunk, owned.name): owned for owned in engine.optimizer.ranges()}
-    found: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for info in (info for of_chunk in engine.infos for info in of_chunk if info.trained):
-        owned = own.get((info.chunk, info.name))
-        slots: dict[str, Tensor] = {}
-        for slot in _slot_names(info, kind):
-            if distributed:
-                slots |= _put_together(engine, info, slot, owned, keep=keep)
-            else:
-                assert owned is not None
-                slots[slot] = owned.tensors[slot].detach().view(info.native.shape)
-        found[info.chunk, info.name] = slots
-    return found
-
-
-def _put_together(
-    engine: Engine, info: ParameterInfo, slot: str, owned: FlatRange | None, *, keep: bool
-) -> dict[str, Tensor]:
-    whole = torch.zeros(math.prod(info.native.shape), dtype=torch.float32, device=engine.grid.device)
-    if owned is not None:
-        whole[owned.start : owned.end] = owned.tensors[slot].detach()
-    # Of each element one rank has the bits and the others zeros: as integers they add up to the same bits.
-    comm.all_reduce(whole.view(torch.int32), engine.grid.group(info.reduced_over))
-    return {slot: whole.cpu().view(info.native.shape)} if keep else {}
-
-
-def _slot_names(info: ParameterInfo, kind: str) -> tuple[str, ...]:
-    """The same on every rank, also on one that owns nothing."""
-    return ("master", *STATE[kind_of(info, kind)])
-
-
-def _optimizers(
-    groups: Mapping[str, Any],
-    listed: list[tuple[int, str]],
-    models: list[OrderedDict[str, Tensor]],
-    slots: Mapping[tuple[int, str], Mapping[str, Tensor]],
-    *,
-    apart: bool,
-) -> Any:
-    """One, or with expert parallelism (apart) a list of two: experts have one of their own."""
-    if not apart:
-        return _optimizer_state(groups, listed, models, slots)
-    dense, experts = ([key for key in listed if is_expert(key[1]) == of_experts] for of_experts in (False, True))
-    theirs = [{**group, "is_expert_parallel": True} for group in groups["optimizer"]["param_groups"]]
-    of_experts = {**groups, "optimizer": {**groups["optimizer"], "param_groups": theirs}}
-    return [
-        _optimizer_state(groups, dense, models, slots),
-        _optimizer_state(of_experts, experts, models, slots),
-    ]
-
-
-def _optimizer_state(
-    groups: Mapping[str, Any],
-    listed: list[tuple[int, str]],
-    models: list[OrderedDict[str, Tensor]],
-    slots: Mapping[tuple[int, str], Mapping[str, Tensor]],
-) -> dict[str, Any]:
-    """Megatron's Float16OptimizerWithFloat16Params, or its FP32Optimizer, whose masters are the weights themselves.
-
-    groups: common_state's optimizer. listed: parameters in the order of the model.
-    """
-    by_group: list[list[tuple[int, str]]] = [[], []]
-    for chunk, name in listed:
-        by_group[name.endswith(".bias") or models[chunk][name].dim() == 1].append((chunk, name))
-    used = [pair for pair in zip(groups["optimizer"]["param_groups"], by_group, strict=True) if pair[1]]
-    by_group = [keys for _, keys in used]
-    numbers = {key: number for number, key in enumerate(key for group in by_group for key in group)}
-    param_groups = [{**group, "params": [numbers[key] for key in keys]} for group, keys in used]
-    counter = {"step": torch.tensor(float(param_groups[0]["step"]))}
-    state = {
-        numbers[key]: {slot: tensor for slot, tensor in slots[key].items() if slot != "master"}
-        | (counter if "exp_avg" in slots[key] else {})
-        for keys in by_group
-        for key in keys
-    }
-    inner = {"state": state, "param_groups": param_groups}
-    if all(models[chunk][name].dtype == torch.float32 for chunk, name in listed):
-        return inner
-    masters = [[slots[key]["master"] for key in keys] for keys in by_group]
-    return {**groups, "optimizer": inner, "fp32_from_fp16_params": masters}

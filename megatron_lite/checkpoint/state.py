@@ -106,9 +106,9 @@ def param_groups(settings: Settings, progress: Progress, rates: tuple[float, flo
     own: dict[str, Any] = {
         "bias_correction": True, "betas": (chosen.adam_beta1, chosen.adam_beta2), "eps": chosen.adam_eps
     }  # fmt: skip
-    if chosen.optimizer == "muon":
+    if chosen.kind == "muon":
         own |= {"momentum": chosen.muon_momentum, "nesterov": chosen.muon_use_nesterov}
-    if chosen.optimizer == "sgd":
+    if chosen.kind == "sgd":
         own = {"momentum": chosen.sgd_momentum, "dampening": 0.0, "nesterov": False}
     shared = {
         "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "lr": lr,

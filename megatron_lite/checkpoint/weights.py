@@ -12,6 +12,7 @@ from torch import Tensor
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
+from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
@@ -84,10 +85,14 @@ def read(tensor: LazyTensor, box: Box) -> Tensor:
 
 def init_weights(engine: Engine, std: float, seed: int) -> None:
     """Random weights, the same at every layout: N(0, std), projections onto the residual N(0, std / sqrt(2 layers))."""
-    config = engine.config
+    load_weights(engine, initial_weights(engine.config, std, seed))
+
+
+def initial_weights(config: ModelConfig, std: float, seed: int) -> dict[str, LazyTensor]:
+    """By canonical name; see init_weights."""
     shapes = canonical_shapes(family(config.family).rows, config)
     residual = std / math.sqrt(2 * config.layer_count)
-    load_weights(engine, {name: _initial(name, shape, std, residual, seed) for name, shape in shapes.items()})
+    return {name: _initial(name, shape, std, residual, seed) for name, shape in shapes.items()}
 
 
 def _initial(name: str, shape: Shape, std: float, residual: float, seed: int) -> LazyTensor:

@@ -14,6 +14,7 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import check_size
 from megaconv.errors import UsageError
+from megaconv.hub import tokenizer_directory
 from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -76,7 +77,8 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         lower = options.type == "BertWordPieceLowerCase"
         return _bert(_file(options, "vocab_file"), options.extra_ids, lower=lower)
     if options.type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(_needed(options, "model"))
+        place = str(_needed(options, "model"))
+        return HuggingFaceTokenizer(str(Path(place).parent) if place.endswith("tokenizer.json") else place)
     return SentencePieceTokenizer(_file(options, "model"), begins=options.type == "Llama2Tokenizer")
 
 
@@ -150,11 +152,12 @@ class HuggingFaceTokenizer:
 
     def __init__(self, place: str) -> None:
         transformers = package("transformers", "this tokenizer")
+        directory = tokenizer_directory(place)
         for name in FILES:
-            if os.path.lexists(path := Path(place) / name):  # else it is a name on the Hub, or one of other files
+            if os.path.lexists(path := directory / name):
                 check_size(path, SIDECAR_BYTES)
         try:
-            self.inner: Any = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            self.inner: Any = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         except Exception as error:  # whatever its many formats raise
             raise CorruptCheckpoint(f"{place}: transformers can't read a tokenizer there: {error}") from error
         one = self.inner

@@ -1,7 +1,8 @@
 """A running batch: requests join when a slot is free and leave when they end, and every turn moves all the others on.
 
 A turn is either a part of the oldest waiting prompt, or one token of every row that has read its prompt. The two take turns,
-so that a long prompt doesn't keep the others from going on.
+so that a long prompt doesn't keep the others from going on. A beam search has several slots, and its rows move on with all others.
+A request behind whose tokens the model's logits are no numbers ends with that, and the others go on.
 """
 
 from collections import deque
@@ -12,11 +13,13 @@ from heapq import heappop, heappush
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.inference.beams import Beam, BeamRules, Search, merged
 from megatron_lite.inference.sampling import PLAIN, Likelihood, Sampling, choose, likelihood
-from megatron_lite.inference.slots import Feed, LanguageModel
+from megatron_lite.inference.slots import Feed, LanguageModel, sound
 
 PROMPT_TOKENS = 512
 """Of prompts, read in one turn."""
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,26 @@ class Request:
     """Tokens that end a row, and are part of it."""
     log_probs: int | None = None
     """How many of the likeliest tokens are wanted beside the chosen one's log-probability; None: not even that."""
+    beams: BeamRules | None = None
+    """Searches for the likeliest rows; `sampling` and `log_probs` then say nothing."""
+
+    @property
+    def rows(self) -> int:
+        """Slots that it takes."""
+        return 1 if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True)
 class Step:
-    """One token of one request."""
+    """One token of one request; or its end without one: the rows that a beam search found, an error."""
 
     number: int
     """The request's, as `add` gave it."""
     token: int
     likelihood: Likelihood | None
     end: str | None
-    """`stop` (one of its stop ids), `length`; None: there is more to come."""
+    """`stop` (one of its stop ids; all of a beam search), `length`, `error` (slots.NotFinite says which); None: there is more to come."""
+    beams: tuple[Beam, ...] = ()
 
 
 @dataclass
@@ -48,14 +59,24 @@ class _Row:
     request: Request
     tokens: list[int]
     """The prompt and what came behind it."""
-    slot: int = -1
+    search: Search | None
+    slots: tuple[int, ...] = ()
     done: int = 0
-    """Tokens that the slot has."""
+    """Tokens that its slots have; until the prompt is read, the first of them."""
 
     @property
     def waits_for(self) -> int:
         """Tokens of the prompt that aren't read yet, but for the last feed of one."""
         return len(self.tokens) - self.done
+
+    def part(self, count: int) -> Feed:
+        """The next tokens of the prompt."""
+        return Feed(self.slots[0], self.done, tuple(self.tokens[self.done : self.done + count]))
+
+    def feeds(self) -> list[Feed]:
+        """The last token of all of its rows."""
+        lasts = [self.tokens] if self.search is None else self.search.rows
+        return [Feed(slot, self.done, (row[-1],)) for slot, row in zip(self.slots, lasts, strict=False)]
 
 
 @dataclass
@@ -78,8 +99,13 @@ class RunningBatch:
     def add(self, request: Request) -> int:
         """Its number. Raises UsageError for a request that no slot has room for."""
         check(request, self.model.length)
+        if not 0 < request.rows <= len(self.model.copied):
+            raise UsageError(
+                f"{request.rows} beams need as many slots, and the model has {len(self.model.copied)} for one prompt"
+            )
         self._numbers += 1
-        self._waiting.append(_Row(self._numbers, request, list(request.prompt)))
+        search = None if request.beams is None else request.beams.search(request.max_tokens, request.stop_ids)
+        self._waiting.append(_Row(self._numbers, request, list(request.prompt), search))
         return self._numbers
 
     def cancel(self, number: int) -> None:
@@ -100,15 +126,25 @@ class RunningBatch:
 
     def turn(self) -> list[Step]:
         """What came of one turn; nothing where only a part of a prompt was read, or there is nothing to do."""
-        while self._waiting and self._free and not self.paused:
+        while self._waiting and not self.paused and (slots := self._slots_for(self._waiting[0])):
             row = self._waiting.popleft()
-            row.slot = heappop(self._free)
+            row.slots = slots
             self._reading.append(row)
         if self._reading and not (self._read_last and self._going):
             self._read_last = True
             return self._read()
         self._read_last = False
         return self._advance(self._going) if self._going else []
+
+    def _slots_for(self, row: _Row) -> tuple[int, ...]:
+        """Taken for it; none where too few are free: then those behind it wait too, or it would for ever."""
+        if row.search is None:
+            return (heappop(self._free),) if self._free else ()
+        free = [slot for slot in sorted(self._free) if slot in self.model.copied][: row.request.rows]
+        if len(free) < row.request.rows:
+            return ()
+        self._free = sorted(set(self._free) - set(free))  # sorted, a list is a heap
+        return tuple(free)
 
     def _read(self) -> list[Step]:
         """So many whole prompts as fit into a turn, or a part of the oldest."""
@@ -119,24 +155,45 @@ class RunningBatch:
             if row.waits_for <= budget:
                 feeds.append((row, row.waits_for))
                 budget -= row.waits_for
-        logits = self.model.extend(
-            [Feed(row.slot, row.done, tuple(row.tokens[row.done : row.done + count])) for row, count in feeds]
-        )
-        steps = []
-        for (row, count), found in zip(feeds, logits, strict=True):
+        logits = self.model.extend([row.part(count) for row, count in feeds])
+        counted = []
+        for row, count in feeds:
             row.done += count
             if not row.waits_for:
                 self._reading.remove(row)
                 self._going.append(row)
-                steps.append(self._take(row, found))
-        return steps
+            counted.append((row, 1))
+        return self._taken(counted, logits)
 
     def _advance(self, rows: Sequence[_Row]) -> list[Step]:
-        rows = list(rows)
-        logits = self.model.extend([Feed(row.slot, row.done, (row.tokens[-1],)) for row in rows])
-        for row in rows:
+        fed = [(row, row.feeds()) for row in rows]
+        logits = self.model.extend([feed for _, feeds in fed for feed in feeds])
+        for row, _ in fed:
             row.done += 1
-        return [self._take(row, found) for row, found in zip(rows, logits, strict=True)]
+        return self._taken([(row, len(feeds)) for row, feeds in fed], logits)
+
+    def _taken(self, rows: Sequence[tuple[_Row, int]], logits: Tensor) -> list[Step]:
+        """What follows from the logits; rows: with how many of them each has. Nothing of a prompt that isn't read to its end."""
+        steps, copies, good, end = [], [], sound(logits), 0
+        for row, count in rows:
+            own, end = slice(end, end + count), end + count
+            if not all(good[own]):
+                self.model.forget(row.slots)  # or what is no number there would get into the sums of the next row
+                self._leave(row)
+                steps.append(Step(row.number, NO_TOKEN, None, "error"))
+            elif row.waits_for > 0:
+                continue
+            elif row.search is None:
+                steps.append(self._take(row, logits[own][0]))
+            elif sources := row.search.take(logits[own]):
+                copies.append(([row.slots[source] for source in sources], row.slots[: len(sources)]))
+            else:
+                self._leave(row)
+                steps.append(Step(row.number, NO_TOKEN, None, "stop", tuple(row.search.found())))
+        sources, targets = merged(copies)
+        if sources:
+            self.model.copy(sources, targets)
+        return steps
 
     def _take(self, row: _Row, logits: Tensor) -> Step:
         request = row.request
@@ -154,7 +211,8 @@ class RunningBatch:
 
     def _leave(self, row: _Row) -> None:
         (self._going if row in self._going else self._reading).remove(row)
-        heappush(self._free, row.slot)
+        for slot in row.slots:
+            heappush(self._free, slot)
 
 
 def check(request: Request, length: int) -> None:
@@ -178,6 +236,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
     end: str | None = None
+    beams: tuple[Beam, ...] = ()
 
 
 def generate(model: LanguageModel, requests: Sequence[Request]) -> list[Answer]:
@@ -186,8 +245,9 @@ def generate(model: LanguageModel, requests: Sequence[Request]) -> list[Answer]:
     answers = {batch.add(request): Answer() for request in requests}
     for step in steps(batch):
         answer = answers[step.number]
-        answer.tokens.append(step.token)
-        answer.end = step.end
+        answer.end, answer.beams = step.end, step.beams
+        if step.token != NO_TOKEN:
+            answer.tokens.append(step.token)
         if step.likelihood is not None:
             answer.likelihoods.append(step.likelihood)
     return list(answers.values())

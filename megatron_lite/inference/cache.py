@@ -50,6 +50,12 @@ class SlotCache:
             for whole in kept:
                 whole[list(targets), :, :used] = whole[list(sources), :, :used]
 
+    def forget(self, slots: Sequence[int]) -> None:
+        """Zeros in their place: what is masked counts for nothing only if it is a number."""
+        for kept in self._kept.values():
+            for whole in kept:
+                whole[list(slots)] = 0
+
     def bytes(self) -> int:
         return sum(whole.nbytes for kept in self._kept.values() for whole in kept)
 

@@ -10,11 +10,12 @@ from typing import Any, TextIO
 
 from megaconv.errors import UsageError
 from megaconv.terminal import one_line
-from megatron_lite.inference.batching import Request, RunningBatch, steps
-from megatron_lite.inference.beams import BeamSettings, beam_search
+from megatron_lite.inference.batching import NO_TOKEN, Request, RunningBatch, Step, steps
+from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
 from megatron_lite.inference.prompts import encode
 from megatron_lite.inference.sampling import Likelihood, Sampling
+from megatron_lite.inference.slots import NotFinite
 from megatron_lite.inference.text import TextStream, say
 
 EXAMPLES = """  megatron-lite generate --load Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
@@ -95,20 +96,29 @@ def _main(given: argparse.Namespace) -> None:
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
+    """Raises NotFinite in the end where one of the answers came to that."""
     prompts = [*given.prompts, *(_read(given.prompts_file) if given.prompts_file else ())]
-    if given.beams:
-        _beams(opened, given, prompts)
+    if not given.beams and not given.output:
+        _stream(opened, given, prompts)
         return
-    if given.output:
-        with open_output(given.output) as file:
-            for line in answers(opened, given, prompts):
-                print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
-        return
-    _stream(opened, given, prompts)
+    failed = False
+    with open_output(given.output or "-") as file:
+        for line in answers(opened, given, prompts):
+            failed |= "error" in line
+            print(_rows(line) if not given.output else json.dumps(line, ensure_ascii=False), file=file, flush=True)
+    if failed:
+        raise NotFinite
+
+
+def _rows(line: dict[str, Any]) -> str:
+    """Beams for the terminal."""
+    shown = [f"{beam['score']:9.4f}  {one_line(line['prompt'] + beam['text'])}" for beam in line.get("beams", ())]
+    return "\n".join(shown) if shown else f"    error  {one_line(line['prompt'])}"
 
 
 def _stream(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> None:
-    """The first answer appears as it is made, the others behind it as they are ready."""
+    """One after the other, each as it is made."""
+    failed = False
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
@@ -116,17 +126,25 @@ def _stream(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> No
         request = batch.add(request_of(opened, given, prompt))  # which may be refused, before anything of it is said
         say(prompt)
         for step in steps(batch):
-            if step.end != "stop":
-                say(text.add(step.token))
+            failed |= step.end == "error"
+            say(said(step, text))
             if text.stopped:
                 batch.cancel(request)
         say(text.finish() + "\n")
+    if failed:
+        raise NotFinite
+
+
+def said(step: Step, text: TextStream) -> str:
+    """What can be said of the step already; the token that ends an answer isn't."""
+    return "" if step.end == "stop" or step.token == NO_TOKEN else text.add(step.token)
 
 
 def request_of(opened: Opened, given: argparse.Namespace, prompt: str) -> Request:
     return Request(
         encode(opened.tokenizer, prompt), given.max_new_tokens, sampling_of(given),
         frozenset() if given.ignore_eos else opened.stop_ids, given.log_probs,
+        BeamSettings(given.beams, given.length_penalty) if given.beams else None,
     )  # fmt: skip
 
 
@@ -138,6 +156,7 @@ class _Answer:
     tokens: list[int] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
     end: str | None = None
+    beams: tuple[Beam, ...] = ()
 
 
 def answers(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> Iterator[dict[str, Any]]:
@@ -149,49 +168,43 @@ def answers(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> It
         waiting[batch.add(request_of(opened, given, prompt))] = _Answer(prompt, text)
     for step in steps(batch):
         answer = waiting[step.number]
-        answer.tokens.append(step.token)
+        if step.token != NO_TOKEN:
+            answer.tokens.append(step.token)
         if step.likelihood is not None:
             answer.likelihoods.append(step.likelihood)
-        if step.end != "stop":
-            answer.said += answer.text.add(step.token)
-        answer.end = "stop" if answer.text.stopped else step.end
+        answer.said += said(step, answer.text)
+        answer.end, answer.beams = "stop" if answer.text.stopped else step.end, step.beams
         if answer.text.stopped:
             batch.cancel(step.number)
         if answer.end:
             answer.said += answer.text.finish()
         while waiting and (first := next(iter(waiting.values()))).end:
             del waiting[next(iter(waiting))]
-            yield _line(first)
+            yield _line(opened, first)
 
 
-def _line(answer: _Answer) -> dict[str, Any]:
+def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
+    if answer.beams:
+        texts = [(opened.tokenizer.detokenize(beam.tokens), beam) for beam in answer.beams]
+        found = [{"text": text, "tokens": list(beam.tokens), "score": beam.score} for text, beam in texts]
+        return {"prompt": answer.prompt, "beams": found}
+    return _plain(answer)
+
+
+def _plain(answer: _Answer) -> dict[str, Any]:
     found: dict[str, Any] = {
         "prompt": answer.prompt,
         "text": answer.said,
         "tokens": answer.tokens,
         "finish_reason": answer.end,
     }
+    if answer.end == "error":
+        found["error"] = str(NotFinite())
     if answer.likelihoods:
         found["log_probs"] = [likelihood.log_prob for likelihood in answer.likelihoods]
         if answer.likelihoods[0].top:
             found["top_log_probs"] = [[list(pair) for pair in likelihood.top] for likelihood in answer.likelihoods]
     return found
-
-
-def _beams(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> None:
-    settings = BeamSettings(
-        given.beams, given.max_new_tokens, () if given.ignore_eos else opened.stop_ids, given.length_penalty
-    )
-    with open_output(given.output or "-") as file:
-        for prompt in prompts:
-            beams = beam_search(opened.model, encode(opened.tokenizer, prompt), settings)
-            texts = [(opened.tokenizer.detokenize(beam.tokens), beam) for beam in beams]
-            if given.output:
-                found = [{"text": text, "tokens": list(beam.tokens), "score": beam.score} for text, beam in texts]
-                print(json.dumps({"prompt": prompt, "beams": found}, ensure_ascii=False), file=file)
-            else:
-                for text, beam in texts:
-                    print(f"{beam.score:9.4f}  {one_line(prompt + text)}", file=file)
 
 
 def open_output(path: str) -> TextIO:

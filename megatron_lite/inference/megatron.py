@@ -4,14 +4,15 @@ What a prompt gets depends on the prompts beside it; everything else here genera
 megatron/inference/text_generation (generation.py, sampling.py, beam_utils.py) of Megatron core 0.9.0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_lite.inference.beams import Beam, Search
 from megatron_lite.inference.sampling import keep_top_k, keep_top_p
-from megatron_lite.inference.slots import Feed, LanguageModel
+from megatron_lite.inference.slots import Feed, LanguageModel, NotFinite, require_finite, sound
 
 NEVER = -1e10
 """The logit of a token that must not come."""
@@ -60,13 +61,13 @@ class Generated:
 def generate(
     model: LanguageModel, prompts: Sequence[Sequence[int]], settings: MegatronSettings, words: Words
 ) -> Generated:
-    """Takes a slot for each prompt."""
+    """Takes a slot for each prompt. Raises NotFinite."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     first, last = int(lengths.min()), int(lengths.max()) + settings.tokens_to_generate
     tokens = torch.full((len(prompts), last), words.eod)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
-    known = [found.log_probs for found in model.score(tokens[:, :first].tolist())]
+    known = [require_finite(found).log_probs for found in model.score(tokens[:, :first].tolist())]
     log_probs = [torch.stack(known)]
     ends = torch.full((len(prompts),), last)
     done = torch.zeros(len(prompts), dtype=torch.bool)
@@ -81,6 +82,8 @@ def generate(
         logits = model.extend(
             [Feed(row, start, tuple(tokens[row, start:place].tolist())) for row in range(len(tokens))]
         )
+        if not all(sound(logits)):
+            raise NotFinite
         if settings.prevent_newline_after_colon:
             logits[tokens[:, place - 1] == words.colon, words.after_colon] = NEVER
         chosen = _sample(logits, settings, top_p, generator)
@@ -120,57 +123,58 @@ def _stops(chosen: Tensor, before: Tensor, settings: MegatronSettings, words: Wo
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    tokens: list[int]
-    """Prompt and all, filled up with the end of document, which stands for the stop token too."""
-    score: float
+class MegatronBeams:
+    """Megatron's rules of beam search, for a running batch (beams.py has those of transformers, which differ)."""
+
+    width: int
+    stop_token: int
+    length_penalty: float
+    eod: int
+    """Fills up rows that have ended, and stands for the stop token too."""
+
+    def search(self, max_tokens: int, stop_ids: Collection[int]) -> Search:
+        return _Search(self, max_tokens)
 
 
-def beam_search(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    *,
-    width: int,
-    tokens_to_generate: int,
-    stop_token: int,
-    length_penalty: float,
-    eod: int,
-) -> list[Hypothesis]:
-    """Best first; takes the first `width` slots of model.copied. Megatron's rules, which differ from those of beams.py."""
-    last, slots = len(prompt) + tokens_to_generate, model.copied[:width]
-    rows, scores = [list(prompt)], torch.zeros(1)
-    kept: list[Hypothesis] = []
+class _Search:
+    def __init__(self, rules: MegatronBeams, max_tokens: int) -> None:
+        self._rules, self._max_tokens = rules, max_tokens
+        self.rows: list[tuple[int, ...]] = [()]
+        self._scores = torch.zeros(1)
+        self._kept: list[Beam] = []
 
-    def close(row: list[int], total: float, count: int) -> None:
-        score = total / count**length_penalty
-        if len(kept) < width or score > min(found.score for found in kept):
-            kept.append(Hypothesis([*row, *[eod] * (last - len(row))], score))
-            if len(kept) > width:
-                kept.remove(min(kept, key=lambda found: found.score))
-
-    logits = model.extend([Feed(slots[0], 0, tuple(prompt))])
-    for count in range(1, tokens_to_generate + 1):
-        sums = (logits.log_softmax(-1) + scores.unsqueeze(1)).flatten()
+    def take(self, logits: Tensor) -> list[int]:
+        rules, count = self._rules, len(self.rows[0]) + 1
+        sums = (logits.log_softmax(-1) + self._scores.unsqueeze(1)).flatten()
         best = sums.sort(descending=True)
         vocab, going = logits.shape[-1], []
-        for rank in range(min(2 * width, len(sums))):
+        for rank in range(min(2 * rules.width, len(sums))):
             beam, token, score = int(best.indices[rank]) // vocab, int(best.indices[rank]) % vocab, best.values[rank]
-            if token != stop_token:
+            if token != rules.stop_token:
                 going.append((beam, token, score))
-            elif rank < width:
-                close(rows[beam], float(score), count)
-            if len(going) == width:
+            elif rank < rules.width:
+                self._close(self.rows[beam], float(score), count)
+            if len(going) == rules.width:
                 break
-        if len(kept) == width and min(found.score for found in kept) >= float(best.values[0]) / count**length_penalty:
-            break
-        rows = [[*rows[beam], token] for beam, token, _ in going]
-        scores = torch.stack([score for _, _, score in going])
-        if count == tokens_to_generate:
-            for row, score in zip(rows, scores.tolist(), strict=True):
-                close(row, score, count)
-            break
-        model.copy([slots[beam] for beam, _, _ in going], slots[: len(going)])
-        logits = model.extend(
-            [Feed(slot, len(row) - 1, tuple(row[-1:])) for slot, row in zip(slots, rows, strict=False)]
-        )
-    return sorted(kept, key=lambda found: -found.score)
+        if len(self._kept) == rules.width and self._worst() >= float(best.values[0]) / count**rules.length_penalty:
+            return []
+        self.rows = [(*self.rows[beam], token) for beam, token, _ in going]
+        self._scores = torch.stack([score for _, _, score in going])
+        if count == self._max_tokens:
+            for row, score in zip(self.rows, self._scores.tolist(), strict=True):
+                self._close(row, score, count)
+            return []
+        return [beam for beam, _, _ in going]
+
+    def found(self) -> list[Beam]:
+        return sorted(self._kept, key=lambda found: -found.score)
+
+    def _worst(self) -> float:
+        return min(found.score for found in self._kept)
+
+    def _close(self, row: tuple[int, ...], total: float, count: int) -> None:
+        score = total / count**self._rules.length_penalty
+        if len(self._kept) < self._rules.width or score > self._worst():
+            self._kept.append(Beam((*row, *[self._rules.eod] * (self._max_tokens - len(row))), score))
+            if len(self._kept) > self._rules.width:
+                self._kept.remove(min(self._kept, key=lambda found: found.score))

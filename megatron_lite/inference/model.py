@@ -37,6 +37,7 @@ class Turn(IntEnum):
     COPY = 2
     SCORE = 3
     IDLE = 4
+    FORGET = 5
 
 
 class EngineModel:
@@ -79,6 +80,9 @@ class EngineModel:
             self._take([Turn.COPY, max(used), *sources, *targets])
         for target, length in zip(targets, used, strict=True):
             self._used[target] = length
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._take([Turn.FORGET, *slots])
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
         lengths = [len(row) for row in rows]
@@ -164,6 +168,8 @@ class EngineModel:
                 if self.grid.dp_rank == 0:  # on which all slots of `copied` are
                     sources, targets = ([slot // self.grid.dp for slot in part] for part in _halves(rest[1:]))
                     self.cache.copy(sources, targets, used)
+            if turn == Turn.FORGET:
+                self.cache.forget([slot // self.grid.dp for slot in rest if slot % self.grid.dp == self.grid.dp_rank])
         return None
 
     def _extend(self, feeds: list[Feed]) -> Tensor:
@@ -261,9 +267,12 @@ def _split(words: list[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [rows, longest]; padding lies behind all else, where nothing looks at it."""
+    """int64 [rows, longest]; padding lies behind all else, where nothing looks at it.
+
+    It repeats a row's own last token: another one's numbers, if they are none, would be in the row's sums.
+    """
     longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    return torch.tensor([[*row, *row[-1:] * (longest - len(row))] for row in rows])
 
 
 def _fitting(feeds: Sequence[Feed], length: int) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ from megaconv.errors import UsageError
 from megatron_lite.inference.generating import open_output
 from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
 from megatron_lite.inference.prompts import encode
+from megatron_lite.inference.slots import NotFinite, Scored
 
 EXAMPLES = """  megatron-lite score --load Llama-2-7b --input rows.jsonl --output scores.jsonl
   torchrun --nproc-per-node 2 -m megatron_lite score --load ckpt --tp 2 --input rows.jsonl --top 5"""
@@ -34,21 +35,32 @@ def main(words: list[str]) -> int:
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
+    """Raises NotFinite in the end where one of the rows came to that."""
+    failed = False
     with open_output(given.output) as file:
         for rows in _groups(_read(opened, given.input)):
             scored = opened.model.score([tokens for tokens, _ in rows], given.top)
             for (tokens, first), found in zip(rows, scored, strict=True):
-                log_probs = found.log_probs[first - 1 :]
-                line: dict[str, Any] = {
-                    "tokens": tokens[first:], "log_probs": log_probs.tolist(),
-                    "sum": float(log_probs.double().sum()), "greedy": bool(found.greedy[first - 1 :].all()),
-                }  # fmt: skip
-                if given.top:
-                    pairs = zip(
-                        found.top_ids[first - 1 :].tolist(), found.top_log_probs[first - 1 :].tolist(), strict=True
-                    )
-                    line["top_log_probs"] = [list(map(list, zip(*pair, strict=True))) for pair in pairs]
+                line = _line(tokens, first, found, given.top)
+                failed |= "error" in line
                 print(json.dumps(line), file=file, flush=True)
+    if failed:
+        raise NotFinite
+
+
+def _line(tokens: list[int], first: int, found: Scored, top: int) -> dict[str, Any]:
+    """first: the first token that counts."""
+    log_probs = found.log_probs[first - 1 :]
+    if not bool(log_probs.isfinite().all()):  # which JSON has no numbers for
+        return {"tokens": tokens[first:], "error": str(NotFinite())}
+    line: dict[str, Any] = {
+        "tokens": tokens[first:], "log_probs": log_probs.tolist(),
+        "sum": float(log_probs.double().sum()), "greedy": bool(found.greedy[first - 1 :].all()),
+    }  # fmt: skip
+    if top:
+        pairs = zip(found.top_ids[first - 1 :].tolist(), found.top_log_probs[first - 1 :].tolist(), strict=True)
+        line["top_log_probs"] = [list(map(list, zip(*pair, strict=True))) for pair in pairs]
+    return line
 
 
 def _groups(rows: Iterator[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megaconv.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -32,6 +34,29 @@ class Scored:
     """float32 [tokens - 1, n]"""
 
 
+class NotFinite(CheckpointError):
+    """Logits that are NaN or infinite: no token follows from them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are NaN or infinite here, so that no token follows: its weights are damaged, or too large for "
+            "what it is computed in (--dtype fp32)"
+        )
+
+
+def sound(logits: Tensor) -> list[bool]:
+    """Of each row of [rows, vocabulary], whether a token follows from it."""
+    found: list[bool] = logits.amax(-1).isfinite().tolist()  # which is NaN, or infinite, if one of them is
+    return found
+
+
+def require_finite(scored: Scored) -> Scored:
+    """Raises NotFinite."""
+    if not bool(scored.log_probs.isfinite().all()):
+        raise NotFinite
+    return scored
+
+
 class LanguageModel(Protocol):
     @property
     def slots(self) -> int:
@@ -54,6 +79,10 @@ class LanguageModel(Protocol):
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Every target gets the row that its source had before any of them changed. All are of `copied`."""
+        ...
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Leaves nothing of their rows."""
         ...
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
@@ -82,6 +111,10 @@ class Recomputed:
         rows = [list(self._rows[source]) for source in sources]
         for target, row in zip(targets, rows, strict=True):
             self._rows[target] = row
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._rows[slot] = []
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
         return [

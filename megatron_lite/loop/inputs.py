@@ -6,13 +6,14 @@ from pathlib import Path
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
+from megatron_lite.data.beside import tokenizer_beside
 from megatron_lite.data.datasets import DataOptions, build_datasets
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import BERT_TYPES, Tokenizer, TokenizerOptions, build_tokenizer
 from megatron_lite.loop.finetuning import Packed
 from megatron_lite.loop.model_types import MODEL_TYPES, cache_path
 from megatron_lite.settings.architecture import model_type
-from megatron_lite.settings.config import Settings
+from megatron_lite.settings.config import Data, Settings
 from megatron_lite.settings.sizes import Sizes
 
 
@@ -20,17 +21,16 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     """As given; else the checkpoint's own, else numbers. Raises UsageError, CorruptCheckpoint."""
     data, size = settings.data, settings.model.vocab_size
     if data.tokenizer_type is None and data.tokenizer_model is None and data.vocab_file is None:
-        beside = start.files.get("tokenizer.json") if start is not None else None
+        beside = tokenizer_beside(start.files) if start is not None else None
         if beside is not None:
-            return build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", str(beside.parent)))
+            return beside
         vocab = start.config.vocab if start is not None else size
         if vocab is None:
             raise UsageError(
                 "--tokenizer-type and --tokenizer-model are missing (or --vocab-size, for data without a tokenizer)"
             )
         return build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=vocab - 1))
-    of_vocabulary = "GPT2BPETokenizer" if data.merge_file else "BertWordPieceLowerCase"
-    kind = data.tokenizer_type or (of_vocabulary if data.vocab_file else "HuggingFaceTokenizer")
+    kind = data.tokenizer_type or _kind(data)
     if kind == "NullTokenizer" and size is None and start is not None:
         size = start.config.vocab - 1
     vocabulary, merges = (Path(path) if path else None for path in (data.vocab_file, data.merge_file))
@@ -42,6 +42,14 @@ def make_tokenizer(settings: Settings, start: Start | None) -> Tokenizer:
     # A model that others made has room for its own words alone, and BERT's samples have no use for what Megatron adds.
     fits = start is None or extra_ids(settings) or extended.vocab_size <= start.config.vocab
     return extended if fits else build_tokenizer(options)
+
+
+def _kind(data: Data) -> str:
+    """Of a tokenizer whose files are given, and nothing else."""
+    if data.vocab_file:
+        return "GPT2BPETokenizer" if data.merge_file else "BertWordPieceLowerCase"
+    sentencepiece = str(data.tokenizer_model).endswith(".model") and Path(str(data.tokenizer_model)).is_file()
+    return "Llama2Tokenizer" if sentencepiece else "HuggingFaceTokenizer"
 
 
 def make_datasets(

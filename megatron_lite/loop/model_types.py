@@ -19,6 +19,7 @@ from megatron_lite.data.masked.samples import bert_sample, t5_sample
 from megatron_lite.data.masked.vocabulary import vocabulary
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import Settings
 
 
@@ -103,6 +104,19 @@ def _t5_sampling(settings: Settings, _: ModelConfig, tokenizer: Tokenizer, seq_l
     )  # fmt: skip
 
 
+def _of_task(batch: Batch, settings: Settings) -> Microbatch:
+    """Choices of an example are rows one behind another. Padding has the padding's token for a type, which may be no type."""
+    length = batch["text"].shape[-1]
+    text, types, mask = (batch[name].reshape(-1, length) for name in ("text", "types", "padding_mask"))
+    return Microbatch(
+        text, text, types=types * mask, visible=mask.bool(), answers=batch["label"], counting=batch["counts"].float()
+    )
+
+
+OF_TASK = ModelType(("text",), _of_task)
+"""A BERT that learns a --task."""
+
+
 T5_NGRAM = 10
 """Words of a run at most: Megatron's pretrain_t5."""
 
@@ -127,6 +141,10 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
 }
 """By --model-type."""
+
+
+def type_of(settings: Settings, config: ModelConfig) -> ModelType:
+    return MODEL_TYPES[model_type(settings, config)] if settings.tasks.task is None else OF_TASK
 
 
 @dataclass(frozen=True)

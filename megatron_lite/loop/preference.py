@@ -13,6 +13,7 @@ from megatron_lite.data.finetuning.dataset import PairDataset
 from megatron_lite.data.samples import Dataset
 from megatron_lite.engine import Engine
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder
+from megatron_lite.loop.node import Group, once_a_node
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes
@@ -33,9 +34,11 @@ def without_dropout(options: ModelOptions, say: Say) -> ModelOptions:
     return replace(options, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def reference_of(settings: Settings, start: Start) -> Start:
-    """--load, also where the run goes on from --save. Raises CheckpointError."""
-    return start if start.path == settings.checkpointing.load else find_reference(settings)
+def reference_of(settings: Settings, start: Start, node: Group) -> Start:
+    """--load, also where the run goes on from --save. Collective. Raises CheckpointError."""
+    if start.path == settings.checkpointing.load:
+        return start
+    return once_a_node(lambda: find_reference(settings), node)
 
 
 def with_reference(

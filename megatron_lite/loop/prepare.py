@@ -17,14 +17,16 @@ from megatron_lite.checkpoint.restore import Start, find_start, load
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.sidecars import sidecars
 from megatron_lite.checkpoint.state import Progress
+from megatron_lite.checkpoint.task_head import with_head
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
-from megatron_lite.loop import finetuning, plot, preference
+from megatron_lite.loop import finetuning, plot, preference, tasks
 from megatron_lite.loop.failure import all_or_none
 from megatron_lite.loop.inputs import make_datasets, make_tokenizer
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, peak_tflops
+from megatron_lite.loop.node import once_a_node
 from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
@@ -39,6 +41,7 @@ from megatron_lite.settings.options import (
     MuonOptions,
     OptimizerOptions,
     Preference,
+    QkClip,
     Recompute,
 )
 from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_out
@@ -47,34 +50,42 @@ from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_o
 def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     """Collective. Raises CheckpointError; for what has no part in the sizes on all ranks alike."""
     check_flags(settings)
-    start = all_or_none(lambda: find_start(settings, finetune=finetune))
+    start = once_a_node(lambda: find_start(settings, finetune=finetune), place.node)
     check_steps(settings.training)
     check_kind(settings, model_type(settings, start.config if start is not None else None))
+    task = tasks.task_of(settings, None if start is None else start.config, finetune=finetune)
+    if task is not None and start is not None:
+        start = with_head(start, task, settings.model.init_method_std, settings.training.seed, place.say)
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start))
     config, dropouts = _model(settings, start, tokenizer)
-    examples = all_or_none(lambda: finetuning.read_data(settings, tokenizer))
+    learned = None if task is None else all_or_none(lambda: tasks.read_task(settings, task))
+    examples = None if learned is not None else all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
-    adapters = all_or_none(lambda: find_adapters(settings, config))
+    adapters = once_a_node(lambda: find_adapters(settings, config), place.node)
     options = replace(model_options(settings, dropouts), lora=adapters.options if adapters is not None else None)
     if settings.dpo.dpo:
         options = preference.without_dropout(options, place.say)
     config = changed(config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     settings, packed = finetuning.with_epochs(settings, sizes, examples, place.say)
+    settings = settings if learned is None else learned.with_epochs(settings, sizes, place.say)
     _check_savable(settings, config, sizes.layout)
     rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
     decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
     progress = start.progress if start is not None else Progress()
     progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
-    datasets = all_or_none(lambda: make_datasets(settings, config, tokenizer, sizes, counts, packed))
+    if learned is None:
+        datasets = all_or_none(lambda: make_datasets(settings, config, tokenizer, sizes, counts, packed))
+    else:
+        datasets = learned.datasets(settings, tokenizer, sizes, counts)
     sinks = all_or_none(lambda: _sinks(settings, place))
     grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     elif options.preference is not None:
-        reference = all_or_none(lambda: preference.reference_of(settings, start))
+        reference = preference.reference_of(settings, start, place.node)
         load(engine, reference)
         datasets = preference.with_reference(engine, settings, datasets, sizes, tokenizer.vocab_size, place.say)
         if start is not reference:
@@ -91,7 +102,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     saver = _saver(settings, place, config, tokenizer, start)
     run = Run(
         settings, config, sizes, dropouts, place, engine, datasets, tokenizer.vocab_size, rate, decay, meter, saver, sinks, Stop(),
-        progress=progress,
+        progress=progress, exam=None if learned is None else learned.exam(settings, tokenizer, sizes),
     )  # fmt: skip
     run.saved = run.progress.iteration or None
     _introduce(run, start)
@@ -187,12 +198,15 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
     )  # fmt: skip
     default = OptimizerOptions()
     return OptimizerOptions(
-        kind="adamw" if optimizer.optimizer == "adam" else optimizer.optimizer, muon=_muon(optimizer),
+        kind=optimizer.kind, muon=_muon(optimizer),
         betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
-        distributed=parallel.use_distributed_optimizer, bf16_reduce=parallel.grad_reduce_in_bf16,
+        distributed=parallel.use_distributed_optimizer or optimizer.optimizer == "dist_muon",
+        bf16_reduce=parallel.grad_reduce_in_bf16,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
+        qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
+        tell_scores=settings.logging.log_max_attention_logit,
     )  # fmt: skip
 
 
@@ -203,6 +217,12 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
         raise LayoutError(
             "--ckpt-format torch can't be had for a T5 with pipeline stages; leave it out: torch_dist has no stages, and "
             "megaconv convert --saver core --ckpt-format torch makes rank files of it"
+        )
+    twice = config.mtp_layers and config.tie_embeddings and layout.pp > 1
+    if saving.save is not None and saving.ckpt_format == "torch" and twice:
+        raise LayoutError(
+            "--ckpt-format torch can't be had with pipeline stages for tied embeddings and --mtp-num-layers: Megatron's last stage has the "
+            "table twice there, and computes with one of them; leave it out: torch_dist has it once"
         )
     if saving.save is not None and not config.norm.final and saving.transformer_impl != "local":
         raise UsageError(
@@ -319,14 +339,14 @@ DATA_PLAN = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "finetune_data", "finetune_form",
     "finetune_turns", "mock_data", "split", "seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
     "dpo", "dpo_beta", "dpo_loss", "dpo_label_smoothing", "mask_prob", "short_seq_prob",
-    "decoder_seq_length", "vocab_extra_ids",
+    "decoder_seq_length", "vocab_extra_ids", "task", "train_data", "keep_last_batch",
 )  # fmt: skip
 """Settings that decide which samples come next."""
 
 
 def _changes(run: Run, before: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(setting, in the checkpoint, now)."""
-    chosen = run.settings.data, run.settings.masked, run.settings.training, run.settings.dpo
+    chosen = run.settings.data, run.settings.masked, run.settings.training, run.settings.dpo, run.settings.tasks
     values = {name: value for subject in chosen for name, value in vars(subject).items()}
     now = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in DATA_PLAN}
     now |= {"global_batch_size": run.sizes.batch.full, "seq_length": run.sizes.seq}

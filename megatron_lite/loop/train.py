@@ -14,8 +14,9 @@ import torch
 from formats import rank_files
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
+from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot, rank_snapshot
+from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.data.batches import GlobalBatches, prefetch
 from megatron_lite.data.samples import Dataset
@@ -25,10 +26,10 @@ from megatron_lite.loop.failure import TrainingError
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import METRICS, Meter, Sink, further, line
-from megatron_lite.loop.model_types import MODEL_TYPES, Feeder, ModelType
+from megatron_lite.loop.model_types import Feeder, ModelType, type_of
 from megatron_lite.loop.profiling import make_profile
 from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
-from megatron_lite.settings.architecture import model_type
+from megatron_lite.loop.tasks import TASKS, Exam
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
@@ -64,13 +65,23 @@ class Run:
     """Steps since the last log line that changed something."""
     saved: int | None = None
     """The iteration of the last save."""
+    exam: Exam | None = None
+    """Of a run on a task."""
+    examined: int | None = None
+    """The iteration that was measured last."""
 
     def say(self, text: str) -> None:
         self.place.say(text)
 
     @property
     def kind(self) -> ModelType:
-        return MODEL_TYPES[model_type(self.settings, self.config)]
+        return type_of(self.settings, self.config)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a sample."""
+        task = self.settings.tasks.task
+        return TASKS[task].rows if task is not None else 2 if self.settings.dpo.dpo else 1
 
     @property
     def feeder(self) -> Feeder:
@@ -107,7 +118,7 @@ def train(run: Run) -> None:
     garbage.start()
     run.meter.restart()
     steps = list(_steps(run))
-    if not steps:
+    if not steps and run.settings.training.epochs != 0:
         run.say(
             f"nothing left: the run has made its {run.progress.iteration} steps, {run.progress.consumed_samples} samples"
         )
@@ -122,13 +133,14 @@ def train(run: Run) -> None:
             run.place.heartbeat.step(run.progress.iteration)
         garbage.after(run.progress.iteration)
         _check_replicas(run)
-        _log(run, report, lr)
+        _log(run, report, lr, last=consumed == steps[-1][0])
         if run.saver is not None:
             run.saver.check()
         why = _reason_to_end(run, report)
         if why is not None:
             break
         _evaluate_when_due(run, garbage)
+        _end_epoch_when_due(run, garbage)
         _save_when_due(run)
     profile.end()
     garbage.end()
@@ -174,7 +186,7 @@ def _check_replicas(run: Run) -> None:
 
 
 def _advance(run: Run, report: StepReport, size: int) -> None:
-    progress, tokens = run.progress, size * run.sizes.seq * (2 if run.settings.dpo.dpo else 1)
+    progress, tokens = run.progress, size * run.sizes.seq * run.rows
     run.progress = replace(
         progress,
         iteration=progress.iteration + 1,
@@ -192,8 +204,10 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         run.interval.append(report)
 
 
-def _log(run: Run, report: StepReport, lr: float) -> None:
-    if run.progress.iteration % run.settings.logging.log_interval or run.place.rank:
+def _log(run: Run, report: StepReport, lr: float, *, last: bool) -> None:
+    """Each --log-interval steps; the last one always, so that a short run says something."""
+    due = last or run.progress.iteration % run.settings.logging.log_interval == 0
+    if run.place.rank or not due:
         return
     steps = run.interval or [report]
     figures: dict[str, Any] = {
@@ -210,6 +224,8 @@ def _log(run: Run, report: StepReport, lr: float) -> None:
         **run.meter.read(run.progress.consumed_samples),
     }
     others = {name: mean(each.others[name] for each in steps) for name in report.others}
+    if report.largest_score is not None:
+        others["max_attention_logit"] = max(each.largest_score or 0.0 for each in steps)
     run.interval.clear()
     run.say(line(figures | {"others": others}, run.settings.training.train_iters))
     for sink in run.sinks:
@@ -246,11 +262,7 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     if dataset is None or not iters:
         return
     first = run.progress.consumed_valid_samples if what == "validation" else 0
-    totals: dict[str, list[float]] = {}
-    for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(iters))):
-        for name, (total, count) in run.engine.evaluate(run.feeder.microbatches(batch)).items():
-            sums = totals.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + total, sums[1] + count
+    totals = _totals(run, dataset, first, iters)
     step = run.progress.iteration
     if what == "validation":
         run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
@@ -261,11 +273,52 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     loss = means.pop("loss")
     if what == "validation":
         run.evaluations.append((step, loss))
-    perplexity = "" if run.settings.dpo.dpo else f" | perplexity {math.exp(min(loss, 700)):.3f}"
+    perplexity = "" if run.settings.dpo.dpo or run.exam is not None else f" | perplexity {math.exp(min(loss, 700)):.3f}"
     run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{further(means)}")
     for sink in run.sinks if run.place.rank == 0 else ():
         others = {f"{what}_{name}": value for name, value in means.items()}
         sink.write(step, {"iteration": step, f"{what}_loss": loss, **others})
+    run.meter.restart()
+
+
+def _totals(run: Run, dataset: Dataset, first: int, batches: int) -> dict[str, list[float]]:
+    """Of each loss (its sum, how many count) over so many batches from sample `first` on."""
+    size, totals = run.sizes.batch.full, dict[str, list[float]]()
+    for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(batches))):
+        for name, (total, count) in run.engine.evaluate(run.feeder.microbatches(batch)).items():
+            sums = totals.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
+    return totals
+
+
+def _end_epoch_when_due(run: Run, garbage: Garbage) -> None:
+    """As Megatron's tasks: what has been learned is measured and saved."""
+    if run.exam is not None and run.progress.consumed_samples % run.exam.epoch_samples == 0:
+        with garbage.evaluation():
+            examine(run, run.exam)
+        save(run)
+
+
+def examine(run: Run, exam: Exam) -> None:
+    """How many examples of each file of --valid-data are answered right, and of all together; each counts once at every layout."""
+    step, size = run.progress.iteration, run.sizes.batch.full
+    epoch = run.progress.consumed_samples // exam.epoch_samples if exam.epoch_samples else 0
+    found = {
+        path: _totals(run, dataset, 0, len(dataset) // size)["accuracy"] for path, dataset in exam.datasets.items()
+    }
+    if len(found) > 1:
+        found["all of them"] = [sum(column) for column in zip(*found.values(), strict=True)]
+    for path, (right, count) in found.items():
+        run.say(
+            f"step {step:>6} | epoch {epoch} | {path}: {right:,.0f} of {count:,.0f} right | accuracy {right / count:.4%}"
+        )
+    for sink in run.sinks if run.place.rank == 0 else ():
+        sink.write(
+            step,
+            {"iteration": step, "epoch": epoch}
+            | {f"accuracy {path}": right / count for path, (right, count) in found.items()},
+        )
+    run.examined = step
     run.meter.restart()
 
 
@@ -313,6 +366,8 @@ def _finish(run: Run, why: str | None) -> None:
     save(run)
     if run.saver is not None:
         run.saver.finish()
+    if why is None and run.exam is not None and run.examined != run.progress.iteration:
+        examine(run, run.exam)
     if why is None:
         evaluate(run, run.datasets[2], "test")
     else:

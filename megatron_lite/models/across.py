@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaconv.errors import UsageError
 from megatron_lite.models.passes import Packed
+from megatron_lite.models.scores import raise_to
 from megatron_lite.parallel.context import ContextGroup, Gathering, Ring
 
 WALKS: dict[str, type[Ring] | type[Gathering]] = {"p2p": Ring, "all_gather": Gathering}
@@ -106,12 +107,13 @@ def attend_across(
     scale: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """As attention.attend has them, of this rank's tokens -> like q, of v's width. ranks.how is a word of WALKS."""
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - width))  # so that keys and values travel as one
-    out: Tensor = _Across.apply(q, k, v, sinks, scale, ranks, packed, window)  # type: ignore[no-untyped-call]
+    out: Tensor = _Across.apply(q, k, v, sinks, scale, ranks, packed, window, largest)  # type: ignore[no-untyped-call]
     return out[..., :width]
 
 
@@ -127,6 +129,7 @@ class _Across(torch.autograd.Function):
         ranks: ContextGroup,
         packed: Packed | None,
         window: int | None,
+        largest: Tensor | None,
     ) -> Tensor:
         keys_values = torch.stack((k, v))
         length, batch, heads, _ = q.shape
@@ -138,6 +141,10 @@ class _Across(torch.autograd.Function):
                 seen = None if ahead is None or window is None else (ahead, window)
                 part, log = _attended(q[of_q, rows], keys[of_k, rows], values[of_k, rows], scale, seen, causal=causal)
                 _merge(out[of_q, rows], logs[of_q, rows], part, log)
+                if largest is not None:
+                    raise_to(
+                        largest, q[of_q, rows], keys[of_k, rows], scale, (0, None) if causal and seen is None else seen
+                    )
         if sinks is not None:  # a key of value 0
             _merge(out, logs, torch.zeros_like(out), sinks.expand_as(logs))
         out = out.to(q.dtype)
@@ -160,7 +167,7 @@ class _Across(torch.autograd.Function):
                     whole += part
         dk, dv = walk.gradient.to(q.dtype)
         dsinks = None if sinks is None else _gradient_of_sinks(sinks, logs, grad, out)
-        return dq.to(q.dtype), dk, dv, dsinks, None, None, None, None
+        return dq.to(q.dtype), dk, dv, dsinks, None, None, None, None, None
 
 
 def _gradient_of_sinks(sinks: Tensor, logs: Tensor, grad: Tensor, out: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megaconv.errors import UsageError
 from megatron_lite.models.across import attend_across
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 
@@ -28,6 +29,7 @@ def attend(
     backend: str = "auto",
     scale: float | None = None,
     sinks: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
 
@@ -35,11 +37,14 @@ def attend(
     tokens, of its own document. In a pass that says which tokens are visible it sees those, before and behind. Where there are
     more keys than queries they are a cache's: key j is that of position j.
     scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
+    largest: float32 [heads], raised to the largest scores of keys that this rank computes; in passes of decoders without a cache.
     """
     if run.visible is not None:
         return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
-        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks)
+        return _with_others(q, k, v, run.context, run, window, dropout, backend, scale, sinks, largest)
+    if largest is not None:
+        raise_by_rows(largest, q, k, run.packed, window, scale)
     if len(k) != len(q):
         return sdpa(q, k, v, run.seen(len(k), window), dropout, scale, sinks)
     kernel = choose(backend, q, v) if sinks is None else "sdpa"
@@ -58,18 +63,27 @@ def _with_others(
     ranks: ContextGroup,
     run: Pass,
     window: int | None,
+    dropout: float,
     backend: str,
     scale: float | None,
     sinks: Tensor | None,
+    largest: Tensor | None,
 ) -> Tensor:
-    """Where other ranks have the other tokens. Without dropout: sizes.py refuses it."""
+    """Where other ranks have the other tokens. Dropout goes with a2a alone: sizes.py refuses it otherwise."""
     if ranks.how != "a2a":
-        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window)
+        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window, largest)
         return across
     q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
-    sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
-    here = replace(run, context=None)
-    return tokens_for_heads(attend(q, k, v, here, window=window, backend=backend, scale=scale, sinks=sinks), ranks)
+    sinks, largest = (None if x is None else x.chunk(ranks.size)[ranks.rank] for x in (sinks, largest))
+    how: Any = {
+        "window": window,
+        "backend": backend,
+        "scale": scale,
+        "sinks": sinks,
+        "largest": largest,
+        "dropout": dropout,
+    }
+    return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), ranks)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:

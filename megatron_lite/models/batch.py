@@ -43,6 +43,10 @@ class Microbatch:
     """Bool [batch, sequence]: which tokens others see; with it all tokens see each other, before and behind. None: a decoder's."""
     swapped: Tensor | None = None
     """Of a BERT, int64 [batch]: 1 where the two parts have changed places."""
+    answers: Tensor | None = None
+    """Of a task, int64 [examples]: the class, or the number of the right one of an example's rows; labels don't matter then."""
+    counting: Tensor | None = None
+    """float32, like answers: how much each example counts."""
     index: int = 0
     """Its number among all microbatches of the step, over all data-parallel ranks: seeds its dropout."""
 

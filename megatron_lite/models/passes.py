@@ -44,6 +44,14 @@ class Ahead:
     """float32 []: the sum of the whole microbatch's weights."""
 
 
+class LargestScores:
+    """What attention of one pass of a microbatch has met. A class of its own so that torch.compile never looks into it."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, Tensor] = {}
+        """float32 [heads]: of this rank's heads (and at first -inf for those that another context rank computes)."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """Of one microbatch. Chunks of a rank that the microbatch passes one after another are handed the same one."""
@@ -77,11 +85,15 @@ class Pass:
     types: Tensor | None = None
     visible: Tensor | None = None
     swapped: Tensor | None = None
+    answers: Tensor | None = None
+    counting_answers: Tensor | None = None
     """As Microbatch has them."""
     ahead: tuple[Ahead, ...] = ()
     """One place, two places …: of models that predict further tokens, where anything goes backward."""
     counting: Tensor | None = None
     """float32 []: the sum of the whole microbatch's weights, where ahead has any."""
+    scores: LargestScores | None = None
+    """Where attention is to leave its largest scores; None: nowhere."""
     _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def seen(self, keys: int, window: int | None) -> Tensor | None:
@@ -120,8 +132,9 @@ class Passes:
         seed: rng.Seed | None = None,
         balance: Balance | None = None,
         cache: Cache | None = None,
+        scores: LargestScores | None = None,
     ) -> Pass:
-        """batch: with whole sequences. share, seed, balance, cache: see Pass."""
+        """batch: with whole sequences. share, seed, balance, cache, scores: see Pass."""
         positions, tables = self._places(batch.tokens, batch.positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
@@ -129,7 +142,7 @@ class Passes:
         return Pass(
             self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
             share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
-            ahead, counting,
+            batch.answers, batch.counting, ahead, counting, scores,
         )  # fmt: skip
 
     def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:

@@ -10,6 +10,7 @@ from megatron_lite.models.attention import attend
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.models.rotary import neighbours_apart, rotate
+from megatron_lite.models.scores import of_layer
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.tensor import Norm, NormColumnLinear, RowLinear, TensorGroup
 from megatron_lite.settings.options import ModelOptions
@@ -79,18 +80,23 @@ def attended(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What attend gives, with dropout where there is any."""
+    """What attend gives, with dropout where there is any; the pass gets its largest scores where it asks for them."""
     how: Any = {"window": window, "backend": options.attention, "scale": scale, "sinks": sinks}
-    if run.seed is None or not options.attention_dropout:
+    drops = run.seed is not None and options.attention_dropout > 0
+    if run.scores is None and not drops:
         return attend(q, k, v, run, **how)
-    found: Tensor = _dropping(q, k, v, run, at, ranks, options.attention_dropout, how)
+    found: Tensor = _by_layer(q, k, v, run, at, ranks, options.attention_dropout if drops else 0.0, how)
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _dropping(
+def _by_layer(
     q: Tensor, k: Tensor, v: Tensor, run: Pass, at: rng.At, ranks: TensorGroup, dropout: float, how: dict[str, Any]
 ) -> Tensor:
+    """Where the layer's number counts, for each of which there would be another compiled one."""
+    largest = None if run.scores is None else of_layer(run.scores, at.layer, q)
+    if not dropout:
+        return attend(q, k, v, run, largest=largest, **how)
     assert run.seed is not None
     with run.seed.for_attention(at, ranks, q.device):
-        return attend(q, k, v, run, dropout=dropout, **how)
+        return attend(q, k, v, run, dropout=dropout, largest=largest, **how)

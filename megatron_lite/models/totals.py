@@ -10,7 +10,9 @@ from megatron_lite.models.network import Counted
 
 
 def places(batch: Microbatch) -> int:
-    """Of how many labels, or pairs of rows, its loss is the mean where all of them count."""
+    """Of how many labels, pairs of rows or examples of a task its loss is the mean where all of them count."""
+    if batch.answers is not None:
+        return len(batch.answers)
     return batch.tokens.numel() if batch.reference is None else len(batch.tokens) // 2
 
 

@@ -5,18 +5,21 @@ share, have buckets of their own. A gradient is added to its bucket as soon as a
 backward pass of a step a bucket is reduced when it has all of them and every bucket behind it has been: strictly from the last
 to the first on every rank, whether or not a gradient came, since ranks have to start the same collectives in the same order.
 With a distributed optimizer each rank gets the sum of its own part of every bucket only, and updated parameters are gathered
-from the first bucket on, since that is what the next forward pass begins with.
+from the first bucket on, since that is what the next forward pass begins with. Matrices that have to stay whole are in buckets of
+their own, in the order of the ranks that update them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.dealing import Dealer
+from megatron_lite.parallel.muon import takes
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
 
 ALIGNMENT = 16
@@ -39,19 +42,23 @@ class Bucket:
     members: list[Member]
     data: Tensor
     gradients: Tensor
+    bounds: Sequence[int]
+    """Where the ranks' parts begin, and the end of the last; without `distributed` there is one, which all of them update."""
     own: slice
     """What this rank updates."""
     group: ProcessGroup | None
     distributed: bool
+    dealt: bool
+    """Whether the parts are of different lengths."""
     sent_as: torch.dtype
     """In which gradients go from rank to rank, and are summed there."""
     missing: int = 0
     """Gradients that the last backward pass has not brought yet."""
     launched: bool = False
-    reducing: Work | None = None
+    reducing: Work | comm.Works | None = None
     sent: Tensor | None = None
     """The gradients on their way, where not themselves are."""
-    gathering: Work | None = None
+    gathering: Work | comm.Works | None = None
     written: set[str] = field(default_factory=set)
     """Parameters whose gradients are of this step; what the others hold is of an older one."""
 
@@ -72,7 +79,9 @@ class Bucket:
         if self.group is not None and self.sent_as != self.gradients.dtype:
             self.sent = self.gradients.to(self.sent_as)
         whole = self.gradients if self.sent is None else self.sent
-        if self.distributed:
+        if self.distributed and self.dealt:
+            self.reducing = comm.reduce_to_owners(whole, self.bounds, self.group)
+        elif self.distributed:
             self.reducing = comm.reduce_scatter(whole[self.own], whole, self.group, later=True)
         else:
             self.reducing = comm.all_reduce(whole, self.group, later=True)
@@ -89,7 +98,9 @@ class Bucket:
 
     def gather(self) -> None:
         """Start to fetch the other ranks' parts of the parameters."""
-        if self.distributed:
+        if self.distributed and self.dealt:
+            self.gathering = comm.gather_from_owners(self.data, self.bounds, self.group)
+        elif self.distributed:
             self.gathering = comm.all_gather(self.data, self.data[self.own], self.group, later=True)
 
     def wait(self) -> None:
@@ -119,20 +130,25 @@ class ChunkBuckets:
         distributed: bool,
         overlap: bool,
         sent_as: torch.dtype = torch.float32,
+        dealer: Dealer | None = None,
     ) -> None:
         """chunk: on the meta device, with trained parameters of these names and shapes, in the order of a forward pass.
 
-        groups: by what a parameter is reduced over.
+        groups: by what a parameter is reduced over. dealer: shares out Muon's matrices; None: they are cut like all others.
         """
         self.overlap, self.is_last_pass = overlap, False
         self.buckets: list[Bucket] = []
         """In the order of a forward pass."""
         self._of: dict[int, Bucket] = {}
-        for members, used in fill(list(infos), bucket_elements):
-            group = groups(members[0].info.reduced_over)
-            bucket = _make(members, used, dtype, device, group, distributed=distributed, sent_as=sent_as)
+        for members, used in fill(list(infos), bucket_elements, deals=dealer is not None):
+            axis = members[0].info.reduced_over
+            dealt = dealer is not None and takes(members[0].info)
+            bucket = _make(
+                members, used, dtype, device, groups(axis), distributed=distributed, sent_as=sent_as,
+                dealer=dealer if dealt else None,
+            )  # fmt: skip
             self.buckets.append(bucket)
-            for member in members:
+            for member in bucket.members:
                 view = bucket.data[member.start : member.end].view(member.info.native.shape)
                 parameter = nn.Parameter(view)
                 replace_parameter(chunk, member.info.name, parameter)
@@ -192,19 +208,38 @@ def _make(
     *,
     distributed: bool,
     sent_as: torch.dtype,
+    dealer: Dealer | None,
 ) -> Bucket:
     ranks = comm.size(group)
-    size = padded(used, ranks)
-    part = size // ranks
+    if dealer is not None:
+        members, bounds = _dealt(members, dealer, ranks)
+    else:
+        size = padded(used, ranks)
+        bounds = list(range(0, size + 1, size // ranks if distributed else size))
     index = group.rank() if distributed and group is not None else 0
-    own = slice(index * part, (index + 1) * part) if distributed else slice(0, size)
-    data = torch.zeros(size, dtype=dtype, device=device)
-    gradients = torch.zeros(size, dtype=torch.float32, device=device)
-    return Bucket(members, data, gradients, own, group, distributed and group is not None, sent_as)
+    data = torch.zeros(bounds[-1], dtype=dtype, device=device)
+    gradients = torch.zeros(bounds[-1], dtype=torch.float32, device=device)
+    return Bucket(
+        members, data, gradients, bounds, slice(*bounds[index : index + 2]), group, distributed and group is not None,
+        dealer is not None, sent_as,
+    )  # fmt: skip
 
 
-def fill(infos: Sequence[ParameterInfo], most: int) -> Iterator[tuple[list[Member], int]]:
-    """(members, elements) of each bucket, in the order of their first members.
+def _dealt(members: list[Member], dealer: Dealer, ranks: int) -> tuple[list[Member], list[int]]:
+    """(members, moved so that those of each rank are neighbours, where the ranks' parts begin and end)"""
+    owners = dealer.owners([member.end - member.start for member in members], members[0].info.reduced_over, ranks)
+    lengths, moved = [0] * ranks, []
+    for rank in range(ranks):
+        begin = sum(lengths)
+        for member in (member for member, owner in zip(members, owners, strict=True) if owner == rank):
+            count, start = member.end - member.start, begin + lengths[rank]
+            moved.append(replace(member, start=start, end=start + count))
+            lengths[rank] += _up(count, ALIGNMENT)
+    return moved, [0, *accumulate(lengths)]
+
+
+def fill(infos: Sequence[ParameterInfo], most: int, *, deals: bool = False) -> Iterator[tuple[list[Member], int]]:
+    """(members, elements) of each bucket, in the order of their first members. deals: Muon's matrices are apart from all else.
 
     A bucket takes whole units (a layer, the embedding, the head) until it has `most` elements. A tied embedding has one of its own,
     sharded alike on both its ranks.
@@ -214,6 +249,7 @@ def fill(infos: Sequence[ParameterInfo], most: int) -> Iterator[tuple[list[Membe
     for _, together in groupby(infos, key=_unit):
         for info in together:
             kind = f"tied {info.name}" if info.tied else info.reduced_over
+            kind += " whole" if deals and takes(info) else ""
             members, used = filling.get(kind, ([], 0))
             count = torch.Size(info.native.shape).numel()
             members.append(Member(info, used, used + count))

@@ -4,6 +4,7 @@ All sums are in the dtype of the tensor. A failed collective raises and leaves i
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,35 @@ def all_gather(whole: Tensor, part: Tensor, group: Group, *, later: bool = False
         return None
     work: Work | None = _all_gather(whole, part, group=group, async_op=later)
     return work
+
+
+class Works:
+    """Several, as one to wait for."""
+
+    def __init__(self, works: Sequence[Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            wait(work)
+
+
+def reduce_to_owners(whole: Tensor, bounds: Sequence[int], group: Group) -> Works:
+    """Start to sum the elements [bounds[r], bounds[r + 1]) on rank r; on the others they are lost."""
+    return Works([
+        dist.reduce(whole[start:end], dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, (start, end) in enumerate(pairwise(bounds))
+        if group is not None and start < end
+    ])  # fmt: skip
+
+
+def gather_from_owners(whole: Tensor, bounds: Sequence[int], group: Group) -> Works:
+    """Start to fetch the elements [bounds[r], bounds[r + 1]) from rank r."""
+    return Works([
+        dist.broadcast(whole[start:end], dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, (start, end) in enumerate(pairwise(bounds))
+        if group is not None and start < end
+    ])  # fmt: skip
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
@@ -109,7 +139,7 @@ def overlapping() -> bool:
     return not torch.compiler.is_compiling()
 
 
-def wait(work: Work | None) -> None:
+def wait(work: Work | Works | None) -> None:
     if work is not None:
         work.wait()
 

@@ -1,4 +1,5 @@
-"""The optimizer: masters in fp32 and their state, whole on every data-parallel rank or shared among them (ZeRO 1).
+"""The optimizer: masters in fp32 and their state, whole on every data-parallel rank or shared among them (ZeRO 1), cut anywhere but for
+Muon's matrices, which are shared out whole.
 
 Bytes per parameter with d data-parallel ranks, for AdamW: in 16 bits 2 (parameter) + 4 (gradient) + 12 (master, two moments),
 of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own master: 4 + 4 + 8.
@@ -6,13 +7,15 @@ of which a distributed optimizer keeps 12/d; in fp32 the parameter is its own ma
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.buckets import Bucket, ChunkBuckets
+from megatron_lite.parallel.buckets import Bucket, ChunkBuckets, Member
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.muon import Matrix, Muon, takes
 from megatron_lite.parallel.parameters import ParameterInfo
@@ -48,6 +51,20 @@ class FlatRange:
         """Of the parameter's local tensor."""
         return self.info.native.shape
 
+    def multiply_rows(self, factors: Tensor) -> None:
+        """factors: of each row of the parameter, of which this range may have some."""
+        columns = torch.Size(self.shape).numel() // len(factors)
+        self.tensors["master"].mul_(factors.repeat_interleave(columns)[self.start : self.end])
+
+
+class Share(NamedTuple):
+    """Elements start..end of a parameter's local tensor, flattened, and who updates them."""
+
+    rank: int
+    """Among those that the parameter is reduced over; 0 without `distributed`, where each updates its own copy."""
+    start: int
+    end: int
+
 
 class Optimizer:
     """Of one rank."""
@@ -77,6 +94,12 @@ class Optimizer:
     def ranges(self) -> Iterator[FlatRange]:
         """What this rank updates. Without `distributed` whole parameters, the same on every data-parallel rank."""
         yield from self._ranges
+
+    def shares(self) -> Iterator[tuple[ParameterInfo, list[Share]]]:
+        """Of every parameter who updates which elements, in order and without gaps; alike on all ranks that have it."""
+        for bucket in self._buckets:
+            for member in bucket.members:
+                yield member.info, list(_shares(bucket, member))
 
     def _make(self) -> torch.optim.Optimizer | None:
         """PyTorch's own arithmetic over our ranges; its state are our tensors."""
@@ -118,10 +141,17 @@ class Optimizer:
         ]  # fmt: skip
         return Muon(matrices, options) if matrices else None
 
-    def step(self, lr: float, weight_decay: float, factor: float = 1.0) -> None:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        factor: float = 1.0,
+        row_factors: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+    ) -> None:
         """Update masters by their gradients times factor, round them to the parameters and start to gather those.
 
         Gradients are multiplied in passing, in the one kernel that reads them anyway.
+        row_factors: by chunk and parameter, what rows of masters are multiplied with when they are updated.
         """
         if self._torch is not None:
             for group in self._torch.param_groups:
@@ -131,6 +161,9 @@ class Optimizer:
             self._torch.step()
         if self._muon is not None:
             self._muon.step(lr, weight_decay, factor)
+        for item in self._ranges:
+            if (item.chunk, item.name) in row_factors:
+                item.multiply_rows(row_factors[item.chunk, item.name])
         self.steps += 1
         self._publish()
 
@@ -187,6 +220,13 @@ def kind_of(info: ParameterInfo, kind: str) -> str:
 def _master(bucket: Bucket) -> Tensor:
     """This rank's part in float32: the parameters themselves where they are float32."""
     return bucket.data[bucket.own].detach().float()
+
+
+def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
+    for rank, (first, last) in enumerate(pairwise(bucket.bounds)):
+        start, end = max(member.start, first), min(member.end, last)
+        if start < end:
+            yield Share(rank, start - member.start, end - member.start)
 
 
 def _cut(bucket: Bucket, master: Tensor, kind: str) -> Iterator[FlatRange]:

@@ -10,6 +10,7 @@ from math import prod
 
 from megaconv.model.layout import Chunk
 from megatron_lite.parallel.buckets import fill, padded
+from megatron_lite.parallel.muon import takes
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.stages import Described
 
@@ -169,9 +170,10 @@ def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
 
 def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
     trained = [info for info in infos if info.trained]
-    for members, used in fill(trained, run.optimizer.bucket_elements):
+    deals = run.optimizer.distributed and run.optimizer.kind == "muon"
+    for members, used in fill(trained, run.optimizer.bucket_elements, deals=deals):
         axis = members[0].info.reduced_over
-        size = padded(used, sizes(run)[axis])
+        size = used if deals and takes(members[0].info) else padded(used, sizes(run)[axis])
         if run.optimizer.distributed:
             yield axis, "reduce_scatter", size * FLOAT32
             yield axis, "all_gather", size * run.itemsize

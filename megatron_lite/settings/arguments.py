@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
     "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
     "no_rope_fusion": 0, "no_save_rng": 0,
-    "num_workers": 1, "tensorboard_queue_size": 1,
+    "num_workers": 1, "overlapping_eval": 1, "strict_lambada": 0, "tensorboard_queue_size": 1,
     "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
 }  # fmt: skip
 """Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
@@ -76,12 +76,21 @@ def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
 
     The command line wins over the YAML file. Raises UsageError.
     """
-    known, rest = make_parser(command).parse_known_args(arguments)
+    known, rest = make_parser(command).parse_known_args(_with_last_batch(arguments))
     ignored = _take_without_effect(rest)
     values = vars(known)
     path = values.pop("yaml", None)
     settled = (_read_yaml(path, ignored) if path else {}) | values
     return make_settings(settled), ignored
+
+
+def _with_last_batch(words: list[str]) -> list[str]:
+    """Megatron's tasks have a --keep-last of a batch, which takes no number; ours of checkpoints does."""
+    following = [*words[1:], "--"]
+    return [
+        "--keep-last-batch" if word == "--keep-last" and after.startswith("--") else word
+        for word, after in zip(words, following, strict=True)
+    ]
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
@@ -138,7 +147,7 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
         "--" + name.replace("_", "-"),
         *short,
         dest=name,
-        type=_reader(_element(hint)),
+        type=_reader(_element(hint), item.metadata["choices"]),
         help=text.replace("%", "%%"),
         **options,
     )
@@ -156,10 +165,14 @@ def _element(hint: Any) -> Any:
     return hint if isinstance(hint, type) else get_args(hint)[0]
 
 
-def _reader(kind: type) -> Callable[[str], Any]:
+def _reader(kind: type, choices: tuple[str, ...] = ()) -> Callable[[str], Any]:
+    """A word that is a choice but for its case is that choice."""
     if kind is bool:
         return _boolean
-    return kind
+    if not choices:
+        return kind
+    known = {choice.casefold(): choice for choice in choices}
+    return lambda word: known.get(word.casefold(), word)
 
 
 def _boolean(word: str) -> bool:
@@ -199,7 +212,11 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
-    close = [OTHERWISE_CALLED[word]] if word in OTHERWISE_CALLED else difflib.get_close_matches(word, known, n=1)
+    close = (
+        [OTHERWISE_CALLED[word]]
+        if word in OTHERWISE_CALLED
+        else difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    )
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
 
 
@@ -239,7 +256,8 @@ def _flatten(document: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 def _convert(path: str, name: str, value: Any, hint: Any) -> Any:
     """YAML 1.1 reads 1e-4 as text, so that every value goes through what reads flags."""
-    read, choices = _reader(_element(hint)), flags()[name][1].metadata["choices"]
+    choices = flags()[name][1].metadata["choices"]
+    read = _reader(_element(hint), choices)
     try:
         if isinstance(hint, type):
             found = read(str(value))

@@ -170,7 +170,9 @@ class Training:
     )
     train_iters: int | None = flag(None, "steps in all")
     train_samples: int | None = flag(None, "sequences in all, instead of --train-iters")
-    epochs: int | None = flag(None, "times through --finetune-data, instead of --train-iters")
+    epochs: int | None = flag(
+        None, "times through --finetune-data or --train-data, instead of --train-iters; 0: measure a --task alone"
+    )
     eval_interval: int = flag(1000, "steps between evaluations")
     eval_iters: int = flag(100, "batches of an evaluation; 0: none")
     exit_interval: int | None = flag(None, "save and exit (status 0) at a step that this divides")
@@ -193,8 +195,9 @@ class Optimizer:
     """Optimizer and learning rate"""
 
     optimizer: str = flag(
-        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest",
-        choices=("adam", "sgd", "muon"),
+        "adam", "adam (AdamW), SGD with momentum, or muon for the matrices of layers and adam for the rest; dist_muon: muon with "
+        "--use-distributed-optimizer",
+        choices=("adam", "sgd", "muon", "dist_muon"),
     )  # fmt: skip
     sgd_momentum: float = flag(0.9, "momentum of sgd")
     muon_momentum: float = flag(0.95, "momentum of muon")
@@ -214,6 +217,12 @@ class Optimizer:
         "each tensor rank's part a matrix of its own, or all of them gathered",
         choices=("blockwise", "duplicated"),
     )
+    qk_clip: bool = flag(
+        False,
+        "after each step shrink what makes queries and keys of heads whose scores grew too large, with any optimizer",
+    )
+    qk_clip_threshold: float = flag(100.0, "the largest score of attention that is left alone")
+    qk_clip_alpha: float = flag(0.5, "the queries' share in it, as an exponent; the keys' is the rest")
     lr: float | None = flag(None, "highest learning rate")
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: str = flag(
@@ -238,6 +247,11 @@ class Optimizer:
     adam_beta1: float = flag(0.9, "Adam's first beta")
     adam_beta2: float = flag(0.999, "Adam's second beta")
     adam_eps: float = flag(1e-8, "Adam's epsilon")
+
+    @property
+    def kind(self) -> str:
+        """`adamw`, `sgd` or `muon`."""
+        return {"adam": "adamw", "dist_muon": "muon"}.get(self.optimizer, self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -341,6 +355,30 @@ class Masked:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """Tasks of Megatron-LM's tasks/main.py: finetune --model-type bert on pairs of sentences, or on questions with choices"""
+
+    task: str | None = flag(
+        None,
+        "what is learned; it says what the files are and gives the model its head",
+        choices=("MNLI", "QQP", "RACE"),
+    )
+    train_data: tuple[str, ...] | None = flag(
+        None, "its files (MNLI, QQP: tab-separated) or directories (RACE: of *.txt with JSON lines)"
+    )
+    valid_data: tuple[str, ...] | None = flag(
+        None, "the same; after each epoch it is said how much of each is answered right"
+    )
+    keep_last_batch: bool = flag(
+        False,
+        "an epoch's last examples, too few for a batch, make a smaller one (Megatron's --keep-last, which is taken for it too)",
+    )
+    pretrained_checkpoint: str | None = flag(
+        None, "what to start from where --load is not given, or holds no checkpoint; else that run is continued"
+    )
+
+
+@dataclass(frozen=True)
 class Lora:
     """LoRA; adapters are trained and saved, the model's weights stay as they are"""
 
@@ -387,6 +425,9 @@ class Logging:
     """Logging"""
 
     log_interval: int = flag(100, "steps between log lines")
+    log_max_attention_logit: bool = flag(
+        False, "log the largest score of attention (--qk-clip always does); costs products of all queries with all keys"
+    )
     metrics_file: str | None = flag(None, "append one JSON object for each logged step")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events")
     wandb_project: str | None = flag(None, "log to Weights & Biases")
@@ -416,6 +457,7 @@ class Settings:
     data: Data = Data()
     dpo: Dpo = Dpo()
     masked: Masked = Masked()
+    tasks: Tasks = Tasks()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()
     logging: Logging = Logging()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Masked, Settings, flags
+from megatron_lite.settings.config import Masked, Settings, Tasks, flags
 
 NO_WINDOWS = "its samples are sentences, not windows of tokens"
 NO_LAYERS = "its layers have plain attention and a plain MLP"
@@ -16,6 +16,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
     "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
     "mtp_num_layers": "it predicts no further tokens",
+    "qk_clip": "scores are looked at in decoders alone", "log_max_attention_logit": "scores are looked at in decoders alone",
     "lora_rank": "adapters are for decoders so far", "lora_load": "adapters are for decoders so far",
 }  # fmt: skip
 """Flag -> why such a model has no use for it."""
@@ -28,7 +29,7 @@ _ALONE: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 """Flag -> the one value that there is code for, by kind."""
 OF_MODEL: Mapping[str, tuple[str, ...]] = {
-    "bert": ("bert_no_binary_head",),
+    "bert": ("bert_no_binary_head", *(item.name for item in fields(Tasks))),
     "t5": ("encoder_num_layers", "decoder_num_layers", "encoder_seq_length", "decoder_seq_length"),
 }
 """Flags that describe a model of one kind."""

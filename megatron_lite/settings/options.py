@@ -158,6 +158,16 @@ class MuonOptions:
 
 
 @dataclass(frozen=True)
+class QkClip:
+    """By Megatron's names and with its defaults: megatron_lite/models/qk_clip.py."""
+
+    alpha: float = 0.5
+    """The queries' share; the keys' is the rest."""
+    threshold: float = 100.0
+    """The largest score of attention that is left alone."""
+
+
+@dataclass(frozen=True)
 class OptimizerOptions:
     """How parameters are updated. Learning rate and weight decay are arguments of each step."""
 
@@ -179,3 +189,7 @@ class OptimizerOptions:
     overlap_param_gather: bool = True
     loss_scale: LossScale = LossScale()
     """Used with float16 alone."""
+    qk_clip: QkClip | None = None
+    """After each step; None: not at all."""
+    tell_scores: bool = False
+    """Report the largest score of attention also where nothing is clipped."""

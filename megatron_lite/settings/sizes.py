@@ -12,7 +12,6 @@ from megatron_lite.settings.options import CONTEXT, ModelOptions
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
-WHOLE_MATRICES = "--optimizer muon takes whole matrices, which --use-distributed-optimizer cuts; leave that out, as for Megatron core"
 LONGEST_UNASKED = 4096
 """Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
 
@@ -56,6 +55,10 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     training = settings.training
     check_flags(settings)
     check_steps(training)
+    if settings.optimizer.qk_clip and config.attention.qk_norm:
+        raise UsageError(
+            "--qk-clip does nothing here but shrink weights: norms of q and k come after them; leave it out"
+        )
     layout = _layout(settings.parallel, config, world, options)
     seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
@@ -171,10 +174,10 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
                 f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
                 f"{layout.tp * cp}; take p2p or all_gather"
             )
-    if options.attention_dropout:
+    if options.attention_dropout and how != "a2a":
         raise LayoutError(
-            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
-            "take --attention-dropout 0"
+            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with --cp-comm-type {how}; take a2a, or "
+            "--attention-dropout 0"
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
@@ -233,7 +236,7 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
 
 def check_steps(training: Training) -> None:
     """Apart from the other flags: where the model is missing too, that is what is wrong. Raises UsageError."""
-    if not (training.train_iters or training.train_samples or training.epochs):
+    if not (training.train_iters or training.train_samples) and training.epochs is None:
         raise UsageError("--train-iters (or --train-samples, or --epochs of --finetune-data) is missing")
 
 
@@ -249,7 +252,8 @@ def check_flags(settings: Settings) -> None:
     lengths = training.train_iters, training.train_samples, training.epochs
     positive = {
         "micro_batch_size": training.micro_batch_size,
-        "train_iters": training.train_iters, "train_samples": training.train_samples, "epochs": training.epochs,
+        "train_iters": training.train_iters, "train_samples": training.train_samples,
+        "epochs": None if settings.tasks.task else training.epochs,
         "eval_interval": training.eval_interval,
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
@@ -262,11 +266,11 @@ def check_flags(settings: Settings) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
     balance = settings.balance
     unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-    muon = settings.optimizer.optimizer == "muon"
+    muon = settings.optimizer.kind == "muon"
     refused = [
-        (muon and settings.parallel.use_distributed_optimizer, WHOLE_MATRICES),
         (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
+        *_of_scores(settings),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
@@ -275,7 +279,8 @@ def check_flags(settings: Settings) -> None:
          "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
         (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
         (sum(map(bool, lengths)) > 1, "give --train-iters, --train-samples or --epochs, not several of them"),
-        (training.epochs and not settings.data.finetune_data, "--epochs counts examples: it goes with --finetune-data"),
+        (training.epochs is not None and not (settings.data.finetune_data or settings.tasks.task),
+         "--epochs counts examples: it goes with --finetune-data"),
         (saving.save_interval and not saving.save, "--save-interval needs --save"),
         (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
         (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
@@ -297,10 +302,54 @@ def check_flags(settings: Settings) -> None:
          "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
         (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
         *_of_pairs(settings),
+        *_of_task(settings),
     ]  # fmt: skip
     for wrong, message in refused:
         if wrong:
             raise UsageError(message)
+
+
+def _of_scores(settings: Settings) -> list[tuple[bool, str]]:
+    """(what is wrong, how it is said) of QK-clip."""
+    optimizer = settings.optimizer
+    given = [name for name in ("qk_clip_threshold", "qk_clip_alpha") if name in settings.given]
+    return [
+        (bool(given) and not optimizer.qk_clip, f"--{'-'.join(given[:1]).replace('_', '-')} goes with --qk-clip"),
+        (optimizer.qk_clip_threshold <= 0, f"--qk-clip-threshold {optimizer.qk_clip_threshold:g} has to be more than 0"),
+        (not 0 <= optimizer.qk_clip_alpha <= 1, f"--qk-clip-alpha {optimizer.qk_clip_alpha:g} has to lie between 0 and 1"),
+        (optimizer.qk_clip and settings.lora.wanted, "--qk-clip changes weights, which stay as they are beside adapters; leave it out"),
+    ]  # fmt: skip
+
+
+OTHER_DATA = (
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data", "finetune_data", "valid_finetune_data",
+    "mask_prob", "short_seq_prob", "rampup_batch_size",
+)  # fmt: skip
+"""Flags that a run on a task has no use for."""
+
+
+def _of_task(settings: Settings) -> list[tuple[bool, str]]:
+    tasks, epochs = settings.tasks, settings.training.epochs
+    given = [f"--{name.replace('_', '-')}" for name in vars(tasks) if name in settings.given]
+    others = [f"--{name.replace('_', '-')}" for name in OTHER_DATA if name in settings.given]
+    if tasks.task is None:
+        return [(bool(given), f"{' '.join(given[:1])} goes with --task")]
+    return [
+        (bool(others), f"--task {tasks.task} learns from --train-data; leave {' '.join(others[:1])} out"),
+        (
+            epochs is None or epochs < 0,
+            f"--task {tasks.task} needs --epochs: how often it goes through --train-data; 0 measures alone",
+        ),
+        (bool(epochs) and not tasks.train_data, f"--task {tasks.task} learns from --train-data, which is missing"),
+        (
+            "eval_iters" in settings.given and bool(settings.training.eval_iters) and not tasks.valid_data,
+            "--eval-iters: evaluations are of --valid-data, which is missing; leave it out",
+        ),
+        (
+            epochs == 0 and not tasks.valid_data,
+            f"--task {tasks.task} --epochs 0 measures on --valid-data, which is missing",
+        ),
+    ]
 
 
 def _of_pairs(settings: Settings) -> list[tuple[bool, str]]:

@@ -44,7 +44,7 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
         padded_vocab=padded,
         legacy=header.source.startswith("legacy"),
     )
-    arguments |= {"is_bert": bool(config.head.activation)}
+    arguments |= {"is_bert": config.has("both_ways")}
     arguments |= _tokenizer(header, notes) | _checkpoint(header, place, notes) | _training(header, notes)
     found = command_line(arguments)
     if found.unsettable:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaconv.errors import UnknownFamily
+from megaconv.megatron.arguments.encoder import sees_both_ways
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.model.check import listing
@@ -45,7 +46,7 @@ def _present(args: Namespace, found: Mapping[str, Any], legacy: bool) -> Iterato
         yield "experts"
     if not getattr(args, "swiglu", True):
         yield "gelu"
-    if not (legacy and "head.activation" in found):  # the legacy BERT can take its residuals behind the norm
+    if not (legacy and sees_both_ways(found)):  # the legacy BERT can take its residuals behind the norm
         yield "residuals of core"
 
 

@@ -23,12 +23,12 @@ def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: boo
             "relative_attention_num_buckets": config.positions.buckets or 32,
             "relative_attention_max_distance": config.positions.max_distance or 128,
         }
-    if not config.head.activation:
+    if not config.has("both_ways"):
         return {}
     # Legacy models' openai_gelu is for the layers and the head, the fused approximation for the layers alone.
     everywhere = config.head.activation == "gelu_tanh"
     return {
-        "bert_binary_head": config.head.binary,
+        "bert_binary_head": config.has("pooler"),
         "apply_residual_connection_post_layernorm": config.has("post_norm"),
         "openai_gelu": everywhere,
         "bias_gelu_fusion": config.mlp.activation == "gelu_tanh" and not everywhere,
@@ -69,7 +69,7 @@ def refuse_lost_head(args: Namespace, config: ModelConfig, where: str) -> None:
 def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Iterator[tuple[bool, str]]:
     """(whether it is so, why Megatron can't have it)."""
     yield (
-        config.attention.scale is not None and (legacy or config.encoder.layers > 0 or bool(config.head.activation)),
+        config.attention.scale is not None and (legacy or config.encoder.layers > 0 or config.has("both_ways")),
         "the model's attention scores are not divided by the square root of the head size; all of Megatron's are, so that "
         "it would compute something else with these weights",
     )
@@ -82,12 +82,14 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         "the original BERT norms the sum of a sublayer and what it was given; of Megatron's models only the legacy ones can "
         "do that: choose --saver legacy",
     )
-    if config.head.activation:
+    if config.has("both_ways"):
+        pooled = config.has("pooler")
         yield (
-            config.token_types != 2 * config.head.binary,
-            f"the model has {config.token_types} token types and {'a' if config.head.binary else 'no'} binary head; "
+            config.token_types != 2 * pooled,
+            f"the model has {config.token_types} token types and {_pooled_head(config) if pooled else 'no binary head'}; "
             "Megatron's BERT has two types and a head (with its pooler), or neither",
         )
+    if config.head.activation:
         yield (
             config.head.activation == "gelu_tanh" and not legacy,
             "the transform before the model's head has the approximate gelu, Megatron core's has the exact one. "
@@ -99,7 +101,7 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         )
     if config.head.activation or config.encoder.layers:
         yield (
-            legacy and not config.tie_embeddings,
+            legacy and config.has("untied"),
             "the model's head is not its embedding; Megatron's legacy BERT and T5 have no such head: choose --saver core",
         )
     if not config.encoder.layers:
@@ -122,6 +124,17 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
     yield config.mlp.activation == "relu", "the model has relu, which Megatron doesn't support"
 
 
+def _pooled_head(config: ModelConfig) -> str:
+    if config.head.binary:
+        return "a binary head"
+    return "a classification head" if config.head.classes else "a multiple-choice head"
+
+
+def sees_both_ways(given: Mapping[str, Any]) -> bool:
+    """Whether fields of a configuration are those of a BERT: by its heads, one of which each has."""
+    return any(given.get(name) for name in ("head.activation", "head.classes", "head.choices"))
+
+
 def read_encoder(args: Namespace, given: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
     """What args say of a BERT or T5 that its tensors don't, as fields of the configuration.
 
@@ -142,7 +155,8 @@ def read_encoder(args: Namespace, given: Mapping[str, Any], *, legacy: bool) -> 
     other = {name: given.get(name) for name, usual in plain.items() if given.get(name) != usual}
     if other:
         raise UnknownFamily(f"the checkpoint has BERT's head, but not its layers ({other}); expected {plain}")
-    follows = {"head.activation": "gelu_tanh"} if legacy and getattr(args, "openai_gelu", False) else {}
+    both = legacy and given.get("head.activation") and getattr(args, "openai_gelu", False)
+    follows = {"head.activation": "gelu_tanh"} if both else {}
     return {"norm.place": "after_sum" if getattr(args, POST_NORM, False) else "before", **follows}
 
 

@@ -14,7 +14,7 @@ from megaconv.families import Family, recognize
 from megaconv.families import family as family_named
 from megaconv.megatron.arguments.beyond_core import read_beyond_core, require_beyond_core
 from megaconv.megatron.arguments.check import check_arguments
-from megaconv.megatron.arguments.encoder import read_encoder
+from megaconv.megatron.arguments.encoder import read_encoder, sees_both_ways
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
@@ -68,6 +68,8 @@ IN_TENSORS = (
         "encoder.layers",
         "head.bias",
         "head.binary",
+        "head.classes",
+        "head.choices",
     ),
     *("token_types", "positions.buckets"),
 )
@@ -106,7 +108,7 @@ def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = Fal
     if "mamba.heads" in found:
         given |= read_mamba(args)
     given |= found
-    if given.get("encoder.layers") or given.get("head.activation"):
+    if given.get("encoder.layers") or sees_both_ways(given):
         return given | read_encoder(args, given, legacy=legacy)
     return given | read_latent(args) | read_linear(args) | read_sparse(args)
 

@@ -44,6 +44,9 @@ class SizeTensors:
     """In front of BERT's head."""
 
 
+CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
+"""Heads on a BERT's pooled first token, in core's names as in legacy ones."""
+
 CORE_SIZE_TENSORS = SizeTensors(
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
@@ -188,11 +191,20 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     if encoder_layers:
         found |= {"encoder.layers": encoder_layers, "norm.final": names.final_norm + ".weight" in last}
         found |= {"head.bias": names.head_bias in last} | _find_relative(first)
-    elif names.transform in last:
-        found |= {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
+    elif heads := _find_heads(last, names):
+        found |= heads
         found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
     mlps = _mlps(layers, mixers, names)
     return found | ({"layers.mlp": one_or_each(mlps)} if set(mlps) != {"dense"} else {}) | _find_experts(layers)
+
+
+def _find_heads(last: Weights, names: SizeTensors) -> dict[str, Any]:
+    """BERT's: for words, or for a task, where there is no matrix of words that could be the embedding. Empty for a decoder."""
+    if names.transform in last:
+        return {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
+    if CLASSIFICATION in last:
+        return {"head.classes": last[CLASSIFICATION].shape[0], "tie_embeddings": False}
+    return {"head.choices": True, "tie_embeddings": False} if MULTIPLE_CHOICE in last else {}
 
 
 def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...]:

@@ -217,7 +217,7 @@ def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[
 
 def _vocabulary(config: ModelConfig, divisor: int, padded: int) -> dict[str, Any]:
     return {
-        "untie_embeddings_and_output_weights": not config.tie_embeddings,
+        "untie_embeddings_and_output_weights": config.has("untied"),
         "make_vocab_size_divisible_by": divisor,
         "vocab_size": config.vocab,
         "padded_vocab_size": padded,

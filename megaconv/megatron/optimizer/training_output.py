@@ -13,7 +13,7 @@ from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.optimizer.plan import OptimizerWriter
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
-from megaconv.model.training import ADAM, TrainingState
+from megaconv.model.training import ADAM, MOMENTUM, TrainingState
 
 NO_RNG = (
     "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
@@ -22,6 +22,10 @@ NO_RNG = (
 ENCODER_STAGES = (
     "where an encoder has pipeline stages of its own, Megatron's distributed optimizer lays out copies of the embedding in a way "
     "that is not supported: its state is neither read nor written"
+)
+MUON = (
+    "the optimizer's state is Muon's, a momentum of some tensors and Adam's moments of the others: no output has a place for both yet "
+    "(training goes on from the checkpoint as it is, at any layout)"
 )
 NO_SCHEDULER = (
     "the source has no scheduler's state (opt_param_scheduler), without which Megatron-LM's training script doesn't load the "
@@ -74,13 +78,15 @@ def output_training(header: Header, layout: Layout, *, keeps_rng: bool, distribu
     """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
 
     distributed: whether the distributed optimizer's form was asked for. Raises NotExpressible for a layout where it isn't
-    known, UsageError for an optimizer that it can't hold.
+    known and for Muon's state, UsageError for an optimizer that it can't hold.
     """
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
         return OutputTraining(training)
     if layout.encoder_stage_layers and distributed:
         raise NotExpressible(f"{ENCODER_STAGES}; {WITHOUT}")
+    if {MOMENTUM, *ADAM} <= {key.slot for key in header.manifest}:
+        raise NotExpressible(f"{MUON}; {WITHOUT}")
     several = layout.ep > 1 and header.config.experts.count > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
     writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)

@@ -12,6 +12,7 @@ from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.slots import NotFinite, require_finite
 from megatron_lite.inference.text import TextStream
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             part = requests[first : first + _ROWS]
             rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in part]
             for request, row, scored in zip(part, rows, self.opened.model.score(rows), strict=True):
+                require_finite(scored)
                 counted = slice(max(len(row) - 1 - len(request[2]), 0), None)
                 found.append((float(scored.log_probs[counted].double().sum()), bool(scored.greedy[counted].all())))
         return found
@@ -104,6 +106,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             stops = frozenset([*opened.stop_ids, self.eot_token_id])
             texts[batch.add(Request(tuple(ids), wanted.max_tokens, wanted.sampling, stops))] = stream, []
         for step in steps(batch):
+            if step.end == "error":
+                raise NotFinite
             stream, pieces = texts[step.number]
             if step.end != "stop":
                 pieces.append(stream.add(step.token))

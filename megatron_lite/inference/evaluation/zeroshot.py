@@ -15,7 +15,7 @@ from typing import Any
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.inference.slots import LanguageModel
+from megatron_lite.inference.slots import LanguageModel, require_finite
 
 _HIGHEST = 20.0
 """Losses beyond it don't become perplexities: e^20 stands for all of them."""
@@ -99,7 +99,7 @@ def text_of(path: Path) -> Callable[[str], str]:
 def wikitext(
     model: LanguageModel, tokenizer: Tokenizer, path: Path, length: int, stride: int | None = None
 ) -> dict[str, float]:
-    """Loss and perplexity by token and by word. Raises UsageError, CorruptCheckpoint."""
+    """Loss and perplexity by token and by word. Raises UsageError, CorruptCheckpoint, NotFinite."""
     if stride is not None and not 0 < stride <= length:
         raise UsageError(f"--overlapping-eval {stride} has to be between 1 and the sequence length, {length}")
     text = _read(path)
@@ -110,7 +110,7 @@ def wikitext(
     total = 0.0
     for windows in _groups(wikitext_windows(tokens, length, stride)):
         for window, scored in zip(windows, model.score([window.tokens for window in windows]), strict=True):
-            total -= float(scored.log_probs[len(window.tokens) - 1 - window.counted :].double().sum())
+            total -= float(require_finite(scored).log_probs[len(window.tokens) - 1 - window.counted :].double().sum())
     loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / (words - 1)
     return {
         "loss": loss, "perplexity": math.exp(min(_HIGHEST, loss)), "word_perplexity": math.exp(min(_HIGHEST, loss * ratio)),
@@ -119,11 +119,11 @@ def wikitext(
 
 
 def lambada(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, strict: bool) -> dict[str, float]:
-    """How many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint."""
+    """How many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint, NotFinite."""
     right = count = 0
     for windows in _groups(_lambada_windows(path, tokenizer, strict=strict)):
         for window, scored in zip(windows, model.score([window.tokens for window in windows]), strict=True):
-            right += bool(scored.greedy[len(window.tokens) - 1 - window.counted :].all())
+            right += bool(require_finite(scored).greedy[len(window.tokens) - 1 - window.counted :].all())
             count += 1
     if not count:
         raise CorruptCheckpoint(f"{path}: has no lines")

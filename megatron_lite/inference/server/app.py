@@ -31,9 +31,9 @@ from megatron_lite.inference.server.responses import (
     refusal,
     unless_gone,
 )
-from megatron_lite.inference.server.streams import pieces
+from megatron_lite.inference.server.streams import beams, pieces
 from megatron_lite.inference.server.worker import Worker
-from megatron_lite.inference.slots import LanguageModel, Scored
+from megatron_lite.inference.slots import LanguageModel, Scored, require_finite
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -215,6 +215,9 @@ class Server:
             raise
         except Refused as refused:
             return AsciiJSONResponse(refused.message, refused.status)
+        if isinstance(run, megatron_api.Searched):
+            found = await unless_gone(request, beams(self.worker, run.request, deadline))
+            return JSONResponse(run.answer(found))
         return JSONResponse(await unless_gone(request, deadline.of(self.worker.alone(run))))
 
     async def models(self, request: Request) -> Response:
@@ -222,7 +225,9 @@ class Server:
         return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.opened.model.length}]})
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        """Lives, though it may be that some requests get no answer: those are counted."""
+        count = self.worker.without_answer
+        return JSONResponse({"status": "ok"} if not count else {"status": "degraded", "requests_without_answer": count})
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY})
@@ -236,6 +241,7 @@ class Server:
         for name, kind, value in (
             ("prompt_tokens_total", "counter", self.worker.prompt_tokens),
             ("generated_tokens_total", "counter", self.worker.tokens),
+            ("requests_without_answer_total", "counter", self.worker.without_answer),
             ("requests_running", "gauge", running),
             ("requests_waiting", "gauge", waiting),
             ("slots", "gauge", self.opened.model.slots),
@@ -246,4 +252,4 @@ class Server:
 
 
 def _score(prompt: tuple[int, ...], top: int) -> Callable[[LanguageModel], list[Scored]]:
-    return lambda model: model.score([prompt], top)
+    return lambda model: [require_finite(found) for found in model.score([prompt], top)]

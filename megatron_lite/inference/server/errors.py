@@ -1,5 +1,7 @@
 """Why a request is refused, with the status of HTTP that says so."""
 
+from megatron_lite.inference.slots import NotFinite
+
 
 class Refused(Exception):
     status = 400
@@ -60,3 +62,10 @@ class Broken(Refused):
 
     status = 500
     kind = "server_error"
+
+
+class NoAnswer(Broken):
+    """The model's numbers are none."""
+
+    def __init__(self) -> None:
+        super().__init__(str(NotFinite()), code="not_finite")

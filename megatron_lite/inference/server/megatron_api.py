@@ -4,9 +4,12 @@ One thing is otherwise: what can't be done is answered with status 400, where Me
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.inference.megatron import MegatronSettings, Words, beam_search, generate
+from megatron_lite.inference.batching import Request
+from megatron_lite.inference.beams import Beam
+from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Words, generate
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
@@ -21,8 +24,16 @@ RETIRED = {
 Answer = dict[str, Any]
 
 
-def request(fields: Fields, opened: Opened) -> Callable[[LanguageModel], Answer]:
-    """What is to be done with the model, all of whose slots it may take. Raises Refused."""
+@dataclass(frozen=True)
+class Searched:
+    """A beam search, for the running batch."""
+
+    request: Request
+    answer: Callable[[Sequence[Beam]], Answer]
+
+
+def request(fields: Fields, opened: Opened) -> Searched | Callable[[LanguageModel], Answer]:
+    """A beam search; or what is to be done with the model, all of whose slots it may take. Raises Refused."""
     for name, sentence in RETIRED.items():
         if name in fields:
             raise Refused(sentence, name)
@@ -84,7 +95,7 @@ def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) 
     return run
 
 
-def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[LanguageModel], Answer]:
+def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Searched:
     width = fields.integer("beam_width", None, 1, len(opened.model.copied))
     if len(rows) > 1:
         raise Refused("When doing beam_search, batch size must be 1", "beam_width")
@@ -93,17 +104,13 @@ def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) ->
     stop = fields.integer("stop_token", 50256, 0, 1 << 31)
     penalty = fields.number("length_penalty", 1.0, -100, 100)
     _without_beams(fields)
-    eod = opened.tokenizer.eod or 0
+    rules = MegatronBeams(width, stop, penalty, opened.tokenizer.eod or 0)
 
-    def run(model: LanguageModel) -> Answer:
-        found = beam_search(
-            model, rows[0], width=width, tokens_to_generate=count, stop_token=stop, length_penalty=penalty, eod=eod
-        )
-        return _texts(opened, [hypothesis.tokens for hypothesis in found]) | {
-            "scores": [hypothesis.score for hypothesis in found]
-        }
+    def answer(found: Sequence[Beam]) -> Answer:
+        texts = _texts(opened, [[*rows[0], *beam.tokens] for beam in found])
+        return texts | {"scores": [beam.score for beam in found]}
 
-    return run
+    return Searched(Request(tuple(rows[0]), count, beams=rules), answer)
 
 
 def _without_beams(fields: Fields) -> None:

@@ -1,7 +1,10 @@
 """A ticket's steps as pieces of text, until all of its choices have ended, its time is over or its client has gone."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
+from megatron_lite.inference.batching import Request
+from megatron_lite.inference.beams import Beam
+from megatron_lite.inference.server.errors import NoAnswer
 from megatron_lite.inference.server.openai_answers import Piece
 from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.responses import Deadline
@@ -12,13 +15,15 @@ from megatron_lite.inference.text import Detokenize, TextStream
 async def pieces(
     worker: Worker, wanted: Wanted, stop_ids: frozenset[int], detokenize: Detokenize, deadline: Deadline
 ) -> AsyncGenerator[Piece, None]:
-    """Of all choices as they come. Raises Overloaded at the start, TimedOut later; frees every slot however it ends."""
+    """Of all choices as they come. Raises Overloaded at the start, TimedOut, NoAnswer later; frees every slot however it ends."""
     requests = wanted.requests(stop_ids)
     ticket = worker.submit(requests)
     texts = {which: TextStream(detokenize, wanted.stop) for which in range(len(requests))}
     try:
         while texts:
             which, step = await deadline.of(ticket.steps.get())
+            if step.end == "error":
+                raise NoAnswer
             text = texts.get(which)
             if text is None:
                 continue  # it ended with a stop word a turn ago
@@ -31,5 +36,17 @@ async def pieces(
                 said += text.finish()
                 del texts[which]
             yield Piece(which, said, tokens, reason)
+    finally:
+        worker.cancel(ticket)
+
+
+async def beams(worker: Worker, request: Request, deadline: Deadline) -> Sequence[Beam]:
+    """What a beam search found. Raises Overloaded, TimedOut, NoAnswer; frees its slots however it ends."""
+    ticket = worker.submit([request])
+    try:
+        _, step = await deadline.of(ticket.steps.get())
+        if step.end == "error":
+            raise NoAnswer
+        return step.beams
     finally:
         worker.cancel(ticket)

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megatron_lite.inference.batching import Request, RunningBatch, Step
+from megatron_lite.inference.batching import NO_TOKEN, Request, RunningBatch, Step
 from megatron_lite.inference.model import IDLE_S, EngineModel
-from megatron_lite.inference.server.errors import Overloaded, ShuttingDown
-from megatron_lite.inference.slots import Feed, LanguageModel, Scored
+from megatron_lite.inference.server.errors import NoAnswer, Overloaded, ShuttingDown
+from megatron_lite.inference.slots import Feed, LanguageModel, NotFinite, Scored
 
 T = TypeVar("T")
 
@@ -43,6 +43,8 @@ class Worker:
         self._open, self._lock, self._ending = 0, threading.Lock(), False
         self.prompt_tokens = self.tokens = 0
         """Accepted and generated so far."""
+        self.without_answer = 0
+        """Requests that ended because logits were NaN or infinite."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -65,7 +67,7 @@ class Worker:
         self._commands.put(lambda: self._cancel(ticket))
 
     async def between(self, function: Callable[[LanguageModel], T]) -> T:
-        """function(model) between two turns; it may touch no slot."""
+        """function(model) between two turns; it may touch no slot. Of this and the next: raises NoAnswer where it raises NotFinite."""
         return await self._call(function, self._commands.put)
 
     async def alone(self, function: Callable[[LanguageModel], T]) -> T:
@@ -73,7 +75,15 @@ class Worker:
 
         Of both: when nobody waits for it any more, it ends with the next thing that it asks of the model.
         """
-        return await self._call(function, lambda command: self._commands.put(lambda: self._alone.append(command)))
+
+        def cleaned(model: LanguageModel) -> T:
+            try:
+                return function(model)
+            except NotFinite:
+                self.model.forget(range(self.model.slots))  # all of which it may have used
+                raise
+
+        return await self._call(cleaned, lambda command: self._commands.put(lambda: self._alone.append(command)))
 
     async def _call(self, function: Callable[[LanguageModel], T], enqueue: Callable[[Callable[[], None]], Any]) -> T:
         self._take(1)
@@ -84,12 +94,19 @@ class Worker:
             if not future.cancelled():
                 future.set_result(found)
 
+        def fail() -> None:
+            if not future.cancelled():
+                future.set_exception(NoAnswer())
+
         def command() -> None:
             try:
                 found = function(_WhileWanted(self.model, lambda: not future.cancelled() and not self._ending))
                 _tell(loop, answer, found)
             except _Unwanted:
                 pass
+            except NotFinite:
+                self.without_answer += 1
+                _tell(loop, fail)
             finally:
                 self._give_back(1)
 
@@ -170,7 +187,8 @@ class Worker:
         self._give_back(1)
 
     def _deliver(self, step: Step) -> None:
-        self.tokens += 1
+        self.tokens += sum(len(beam.tokens) for beam in step.beams) if step.token == NO_TOKEN else 1
+        self.without_answer += step.end == "error"
         ticket = self._tickets[step.number]
         which = ticket.numbers[step.number]
         if step.end is not None:
@@ -205,6 +223,9 @@ class _WhileWanted:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._checked().copy(sources, targets)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._checked().forget(slots)
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
         return self._checked().score(rows, top)

@@ -8,7 +8,7 @@ import pytest
 
 from formats.errors import CheckpointError, CorruptCheckpoint
 from megaconv.errors import UsageError
-from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, TokenizerOptions, build_tokenizer
 from tests.trainer.data.vocabularies import TEXTS, bert_vocabulary, gpt2_files, sentencepiece_model
 
 
@@ -95,13 +95,25 @@ def test_numbers_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> 
         (TokenizerOptions("GPT2BPETokenizer"), "needs --vocab-file"),
         (TokenizerOptions("GPT2BPETokenizer", vocab_file=Path("none.json")), "none.json: no such file"),
         (TokenizerOptions("Llama2Tokenizer", model="none.model"), "none.model: no such file"),
-        (TokenizerOptions("HuggingFaceTokenizer", model="./none"), "none: transformers can't read"),
+        (
+            TokenizerOptions("HuggingFaceTokenizer", model="none"),
+            "none: no such file.*can't be fetched from the Hugging",
+        ),
+        (TokenizerOptions("HuggingFaceTokenizer", model="./none"), "none: no such file or directory"),
     ],
     ids=lambda value: getattr(value, "type", value),
 )
 def test_what_is_missing_is_told(given: TokenizerOptions, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         build_tokenizer(given)
+
+
+@pytest.mark.oracle
+def test_a_tokenizer_json_stands_for_the_directory_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+    gpt2_files(tmp_path / "model")
+    HuggingFaceTokenizer(str(tmp_path / "model")).save(str(tmp_path / "saved"))
+    found = build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "saved" / "tokenizer.json")))
+    assert found.eod is not None
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "BertWordPieceLowerCase", "Llama2Tokenizer"])

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.beams import BeamSettings, EarlyStopping, beam_search
+from megatron_lite.inference.batching import Request, RunningBatch, generate, steps
+from megatron_lite.inference.beams import BeamSettings, EarlyStopping
+from megatron_lite.inference.sampling import Sampling
 from tests.trainer.inference.models import slots_of, tiny
 
 pytestmark = pytest.mark.oracle
@@ -38,7 +40,8 @@ def test_beams_are_those_of_transformers(
         num_beams=width, num_return_sequences=width, eos_token_id=stop, length_penalty=penalty, early_stopping=early,
         output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
-    beams = beam_search(slots_of(model), prompt, BeamSettings(width, 8, stop, penalty, early))
+    request = Request(tuple(prompt), 8, stop_ids=frozenset(stop), beams=BeamSettings(width, penalty, early))
+    beams = generate(slots_of(model), [request])[0].beams
     for beam, row in zip(beams, found.sequences[:, 3:].tolist(), strict=True):
         assert list(beam.tokens) == row[: len(beam.tokens)]
         assert set(row[len(beam.tokens) :]) <= {0, stop[0]}
@@ -47,4 +50,40 @@ def test_beams_are_those_of_transformers(
 
 def test_beams_need_as_many_slots(model: Any) -> None:
     with pytest.raises(UsageError, match="9 beams"):
-        beam_search(slots_of(model), [3], BeamSettings(9, 4))
+        generate(slots_of(model), [Request((3,), 4, beams=BeamSettings(9))])
+
+
+def test_beam_searches_and_other_requests_of_a_running_batch_get_what_each_gets_alone(model: Any) -> None:
+    prompts = [(3, 17, 90), (8, 8, 8), (3, *range(40, 52)), (77,)]
+    searches = [Request(prompt, 6, stop_ids=frozenset([4]), beams=BeamSettings(3)) for prompt in prompts]
+    greedy = [Request(prompt, 5 + number, Sampling(0)) for number, prompt in enumerate(prompts)]
+    requests = [request for pair in zip(searches, greedy, strict=True) for request in pair]
+    alone = [generate(slots_of(model), [request])[0] for request in requests]
+    batch = RunningBatch(slots_of(model, 7), prompt_tokens=4)
+    numbers = [batch.add(request) for request in requests[:4]]
+    at_once, found = 0, {number: ([], ()) for number in numbers}
+    for turn, step in enumerate(steps(batch)):
+        if turn == 3:
+            late = [batch.add(request) for request in requests[4:]]
+            numbers += late
+            found |= {number: ([], ()) for number in late}
+        at_once = max(at_once, batch.counts[0])
+        tokens, _ = found[step.number]
+        found[step.number] = [*tokens, *([step.token] if step.token >= 0 else [])], step.beams
+    assert at_once == 3  # two searches with three rows each, and another request
+    for number, answer in zip(numbers, alone, strict=True):
+        tokens, beams = found[number]
+        assert tokens == answer.tokens
+        assert [beam.tokens for beam in beams] == [beam.tokens for beam in answer.beams]
+
+
+def test_a_search_that_is_given_up_frees_its_slots(model: Any) -> None:
+    batch = RunningBatch(slots_of(model, 3))
+    first = batch.add(Request((3, 17), 6, beams=BeamSettings(3)))
+    late = batch.add(Request((8, 8), 2, Sampling(0)))
+    batch.turn()
+    assert batch.counts == (1, 1)
+    batch.cancel(first)
+    assert [step.number for step in steps(batch)] == [late, late]
+    assert batch.add(Request((3, 17), 6, beams=BeamSettings(3)))
+    assert list(steps(batch))[-1].beams

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from megaconv.terminal import one_line
 from megatron_lite.cli import main
+from megatron_lite.inference import batching, sampling
 from megatron_lite.loop import launch
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
@@ -95,6 +97,25 @@ def test_chat_remembers_what_was_said(
     first = decoded(directory, continued(directory, theirs, begin, 8)[0])
     second = continued(directory, theirs, f"{begin}{first}<|end|><|user|>and then?<|end|><|assistant|>", 8)[0]
     assert capfd.readouterr().out == f"{first}\n{decoded(directory, second)}\n"
+
+
+def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, theirs = model
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/new\nhi\n"))
+    asked = []
+
+    def choose(*given: Any) -> int:
+        asked.append(1)
+        if len(asked) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return sampling.choose(*given)
+
+    monkeypatch.setattr(batching, "choose", choose)
+    assert run("chat", "--load", directory, "--max-new-tokens", 8) == 0
+    whole = continued(directory, theirs, "<|user|>hi<|end|><|assistant|>", 8)[0]
+    assert capfd.readouterr().out == f"{decoded(directory, whole[:3])}\n{decoded(directory, whole)}\n"
 
 
 def test_score_gives_the_log_probability_of_each_token(model: tuple[Path, Any], tmp_path: Path) -> None:

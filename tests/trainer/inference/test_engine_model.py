@@ -13,7 +13,7 @@ from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.inference.batching import Request, generate
-from megatron_lite.inference.beams import Beam, BeamSettings, beam_search
+from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPTS = [(3, 17, 90, 6, 22), (3, 60), (3, *range(40, 60)), (8, 9, 8)]
-BEAMS = BeamSettings(3, 7, [EOS, 20], 0.8)
+BEAMS = Request(PROMPTS[0], 7, stop_ids=frozenset([EOS, 20]), beams=BeamSettings(3, 0.8))
 WANTED = [Request(prompt, 6 + 3 * number, Sampling(0), frozenset([EOS])) for number, prompt in enumerate(PROMPTS)]
 
 
@@ -83,9 +83,11 @@ def run(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int, vpp: int
         model.follow()
         grid.close()
         return None
-    answers = [answer.tokens for answer in generate(model, WANTED)]
+    together = generate(model, [*WANTED[:2], BEAMS, *WANTED[2:]])
+    answers = [answer.tokens for answer in together if not answer.beams]
     alone = [generate(model, [wanted])[0].tokens for wanted in WANTED]
-    beams = beam_search(model, PROMPTS[0], BEAMS)
+    beams = list(generate(model, [BEAMS])[0].beams)
+    assert [beam.tokens for beam in together[2].beams] == [beam.tokens for beam in beams]
     scores = model.score(PROMPTS, 2)
     model.close()
     grid.close()
@@ -107,8 +109,8 @@ def expected(model: Any) -> Expected:
     """What transformers generates, greedily and by beams, and how likely rows are."""
     greedy = [continued(model, wanted.prompt, max_new_tokens=wanted.max_tokens)[0][0] for wanted in WANTED]
     rows, scores = continued(
-        model, PROMPTS[0], max_new_tokens=BEAMS.max_tokens, num_beams=BEAMS.width, num_return_sequences=BEAMS.width,
-        length_penalty=BEAMS.length_penalty, eos_token_id=list(BEAMS.stop_ids),
+        model, PROMPTS[0], max_new_tokens=BEAMS.max_tokens, num_beams=3, num_return_sequences=3,
+        length_penalty=0.8, eos_token_id=list(BEAMS.stop_ids),
     )  # fmt: skip
     beams = [Beam(tuple(row), score) for row, score in zip(rows, scores, strict=True)]
     return greedy, beams, slots_of(model).score(PROMPTS, 2)

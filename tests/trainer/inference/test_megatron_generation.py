@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.inference.megatron import MegatronSettings, Words, beam_search, generate
+from megatron_lite.inference import batching
+from megatron_lite.inference.batching import Request
+from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Words, generate
 from tests.trainer.inference.models import FIXTURE, without_layers
 
 EXPECTED: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_text())
@@ -29,9 +31,9 @@ def test_tokens_are_those_of_megatron(name: str) -> None:
 @pytest.mark.parametrize("name", EXPECTED["beam"])
 def test_beams_are_those_of_megatron(name: str) -> None:
     case = EXPECTED["beam"][name]
-    found = beam_search(
-        without_layers(), EXPECTED["prompts"][-1], width=case["beam_width"], eod=EXPECTED["eod"],
-        tokens_to_generate=EXPECTED["tokens_to_generate"], stop_token=case["stop_token"], length_penalty=case["length_penalty"],
-    )  # fmt: skip
-    assert [hypothesis.tokens for hypothesis in found] == case["tokens"]
-    assert [hypothesis.score for hypothesis in found] == pytest.approx(case["scores"], abs=1e-5)
+    prompt = EXPECTED["prompts"][-1]
+    rules = MegatronBeams(case["beam_width"], case["stop_token"], case["length_penalty"], EXPECTED["eod"])
+    request = Request(tuple(prompt), EXPECTED["tokens_to_generate"], beams=rules)
+    (answer,) = batching.generate(without_layers(), [request])
+    assert [[*prompt, *beam.tokens] for beam in answer.beams] == case["tokens"]
+    assert [beam.score for beam in answer.beams] == pytest.approx(case["scores"], abs=1e-5)

@@ -8,28 +8,49 @@ import pytest
 from tests.runs import run as megaconv
 from tests.trainer.loop.launches import LLAMA, launch, train
 
-MUON = f"pretrain {LLAMA} --optimizer muon --bf16 --train-iters 4 --check-weight-hash-across-dp-replicas-interval 1"
+MUON = (
+    f"pretrain {LLAMA} --optimizer muon --bf16 --train-iters 4 --check-weight-hash-across-dp-replicas-interval 1 "
+    "--qk-clip --qk-clip-threshold 0.001"
+)
 
 
-@pytest.mark.parametrize(("form", "size"), [("torch_dist", 2), ("torch", 1)])
-def test_a_stopped_run_goes_on_to_the_same_bits(form: str, size: int, tmp_path: Path) -> None:
-    train(tmp_path / "straight", size, f"{MUON} --ckpt-format {form} --save ckpt")
-    for more in ("--exit-interval 2", "--resume"):
-        train(tmp_path / "stopped", size, f"{MUON} --ckpt-format {form} --save ckpt {more}")
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 10000"
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "more"), [("torch_dist", 2, ZERO), ("torch", 1, ""), ("torch", 2, "--optimizer dist_muon")]
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(form: str, size: int, more: str, tmp_path: Path) -> None:
+    train(tmp_path / "straight", size, f"{MUON} {more} --ckpt-format {form} --save ckpt")
+    for part in ("--exit-interval 2", "--resume"):
+        train(tmp_path / "stopped", size, f"{MUON} {more} --ckpt-format {form} --save ckpt {part}")
     straight, stopped = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("straight", "stopped")
     )
-    assert straight == stopped
+    for name in ("loss", "max_attention_logit"):
+        assert [line[name] for line in straight] == [line[name] for line in stopped]
+    assert straight[0]["max_attention_logit"] > 0.001
     outcome = megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt")
     assert outcome.status == 0
     assert "momentum_buffer" in outcome.out
 
 
-def test_a_distributed_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    running = launch(tmp_path, 1, f"{MUON} --use-distributed-optimizer")
-    assert running.wait() == [2]
-    assert "--optimizer muon takes whole matrices" in running.log(0)
+def test_what_a_distributed_optimizer_saved_goes_on_alone_and_is_converted(tmp_path: Path) -> None:
+    """Weights and state are those of one process, whose own losses follow."""
+    train(tmp_path, 2, f"{MUON} {ZERO} --save ckpt --exit-interval 2")
+    train(tmp_path, 1, f"{MUON} --load ckpt --save other")
+    train(tmp_path / "alone", 1, f"{MUON} --save ckpt")
+    found, expected = (
+        [json.loads(line)["loss"] for line in (at / "metrics.jsonl").read_text().splitlines()]
+        for at in (tmp_path, tmp_path / "alone")
+    )
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert megaconv("convert", tmp_path / "ckpt", tmp_path / "hf", "--saver", "hf").status == 0
+    core = ("convert", tmp_path / "ckpt", tmp_path / "ranks", "--saver", "core")
+    refused = megaconv(*core)
+    assert (refused.status, "state is Muon's" in refused.err, "--no-optimizer" in refused.err) == (2, True, True)
+    assert megaconv(*core, "--no-optimizer").status == 0
 
 
 def test_what_another_optimizer_saved_is_refused_and_both_ways_out_are_named(tmp_path: Path) -> None:

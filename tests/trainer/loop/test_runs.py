@@ -73,7 +73,7 @@ def test_a_run_may_be_killed_at_any_moment(
     "how",
     [
         "--ckpt-format torch --optimizer sgd",
-        "--ckpt-format torch --bf16",
+        "--ckpt-format torch --bf16 --async-save",
         "--ckpt-format torch --fp16 --initial-loss-scale 1e9",
         "--ckpt-format torch_dist --bf16 --optimizer sgd",
     ],

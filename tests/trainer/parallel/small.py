@@ -13,7 +13,7 @@ from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import ModelOptions, MuonOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.options import ModelOptions, MuonOptions, OptimizerOptions, QkClip, Recompute
 from megatron_lite.settings.sizes import check_sizes
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
@@ -53,6 +53,9 @@ MODELS = {
     "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
     "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
     "further tokens": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2}),
+    "further tokens, tied": from_fields(
+        "deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2, "tie_embeddings": True}
+    ),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }
@@ -79,6 +82,7 @@ class Case:
     """Further fields of ModelOptions."""
     kind: str = "adamw"
     muon: MuonOptions = MUON
+    qk_clip: QkClip | None = None
 
     @property
     def world(self) -> int:
@@ -135,6 +139,7 @@ def make_engine(
     optimizer = OptimizerOptions(
         kind=case.kind,
         muon=case.muon,
+        qk_clip=case.qk_clip,
         betas=(0.9, 0.95),
         clip_grad=case.clip,
         distributed=case.distributed,

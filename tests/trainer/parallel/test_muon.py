@@ -9,7 +9,7 @@ import torch
 from megatron_lite.engine import Engine
 from megatron_lite.parallel.muon import orthogonalized, pieces, scale, takes
 from megatron_lite.settings.options import MuonOptions
-from tests.trainer.parallel.small import Case, make_engine, own_batches, train
+from tests.trainer.parallel.small import FULL, Case, make_engine, own_batches, train
 from tests.trainer.parallel.test_optimizer import save_and_continue
 from tests.trainer.parallel.worlds import World
 
@@ -108,12 +108,56 @@ LAYOUTS = [
 ]
 
 
+MIXTURES = ("mixtral", "deepseek_v3", "llama")
+
+
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_gathered_parts_train_as_one_process_does(case: Case, world: World) -> None:
     case = replace(case, tp=2, dp=2, sequence_parallel=True, steps=5)
     (expected,) = world.run(1, train, case.alone())
     for found in world.run(4, train, case):
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(LAYOUTS[0], dp=2, distributed=True, steps=5),
+        *(
+            pytest.param(replace(each, distributed=True, steps=8, **layout), marks=pytest.mark.slow)
+            for each in (*LAYOUTS, *(muon(model, precision="highest", tp_mode="duplicated") for model in MIXTURES))
+            for layout in (
+                {"dp": 4}, {"tp": 2, "dp": 2, "sequence_parallel": True}, {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "cp": 2},
+                {"dp": 2, "cp": 2, "recompute": FULL},
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_matrices_dealt_out_to_ranks_train_as_one_process_does(case: Case, world: World) -> None:
+    (expected,) = world.run(1, train, case.alone())
+    for found in world.run(case.world, train, case):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert [report.grad_norm for report in found.reports] == pytest.approx(
+            [report.grad_norm for report in expected.reports], rel=1e-4
+        )
+
+
+def state_of(_rank: int, case: Case) -> list[tuple[str, int, int]]:
+    """(name, elements that this rank updates, elements) of Muon's matrices."""
+    engine = make_engine(case)
+    assert engine.optimizer is not None
+    ranges = [item for item in engine.optimizer.ranges() if takes(item.info)]
+    engine.grid.close()
+    return [(item.name, item.end - item.start, torch.Size(item.shape).numel()) for item in ranges]
+
+
+def test_each_rank_has_whole_matrices_and_about_as_many_elements(world: World) -> None:
+    one, other = world.run(2, state_of, replace(LAYOUTS[0], dp=2, distributed=True))
+    assert not {name for name, *_ in one} & {name for name, *_ in other}
+    assert all(own == whole for _, own, whole in one + other)
+    first, second = (sum(own for _, own, _ in each) for each in (one, other))
+    assert abs(first - second) <= max(whole for *_, whole in one + other)
 
 
 def test_parts_alone_are_another_optimizer(world: World) -> None:
