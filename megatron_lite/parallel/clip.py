@@ -47,7 +47,7 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
             or item.info.is_copy
         )
         if not elsewhere:
-            sums += (torch.dot(part, part) for part in item.gradient.split(BLOCK))
+            sums += (torch.dot(part, part) for part in torch.split(item.gradient, BLOCK))
     return torch.stack(sums).double().sum()
 
 
