@@ -218,9 +218,9 @@ class Engine:
             self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
-            optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             clip = optimizer.options.qk_clip
-            optimizer.step(lr, weight_decay, {} if scores is None or clip is None else scores.row_factors(clip))
+            rows = {} if scores is None or clip is None else scores.row_factors(clip)
+            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad), rows)
         end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
