@@ -84,11 +84,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     elif options.preference is not None:
-        reference = all_or_none(lambda: preference.reference_of(settings, start))
-        load(engine, reference)
-        datasets = preference.with_reference(engine, settings, datasets, sizes, tokenizer.vocab_size, place.say)
-        if start is not reference:
-            load(engine, start)
+        datasets = preference.with_reference(engine, settings, start, datasets, sizes, tokenizer.vocab_size, place.say)
     else:
         load(engine, start)
     if adapters is not None:
