@@ -176,7 +176,7 @@ def _tuple(value: object) -> tuple[object, ...]:
     return value
 
 
-def _naturals(values: object) -> Shape:
+def naturals(values: object) -> Shape:
     sizes = _tuple(values)
     if len(sizes) > AXES:
         raise MalformedError(f"a shape of more than {AXES} axes")
@@ -187,8 +187,8 @@ def _naturals(values: object) -> Shape:
 
 
 def _tensor_v1(storage: object, offset: object, shape: object, strides: object) -> TensorRecord:
-    (start,) = _naturals((offset,))
-    record = TensorRecord(storage, start, _naturals(shape), _naturals(strides))
+    (start,) = naturals((offset,))
+    record = TensorRecord(storage, start, naturals(shape), naturals(strides))
     if len(record.shape) != len(record.strides):
         raise MalformedError("a tensor with more axes than strides, or fewer")
     return record
@@ -287,7 +287,7 @@ def _build_array(array: NumpyArray, state: tuple[object, ...]) -> None:
     _, shape, dtype, fortran, data = state
     if type(dtype) is not NumpyDtype or type(data) is not bytes or type(fortran) not in (bool, int):
         raise MalformedError("a numpy array that is not plain numbers")
-    sizes = _naturals(shape)
+    sizes = naturals(shape)
     if prod(sizes) * np.dtype(str(dtype)).itemsize != len(data):
         raise MalformedError(f"a numpy array {list(sizes)} of {dtype} in {len(data)} bytes")
     array.dtype, array.shape, array.data, array.fortran = str(dtype), sizes, data, bool(fortran)
@@ -336,7 +336,7 @@ _VALUES: dict[tuple[str, str], Callable[..., object]] = {
     ("pathlib", "PurePosixPath"): _path(PurePosixPath),
     ("pathlib", "PureWindowsPath"): _path(PureWindowsPath),
     ("pathlib", "WindowsPath"): _path(PureWindowsPath),
-    ("torch", "Size"): _naturals,
+    ("torch", "Size"): naturals,
 }
 
 

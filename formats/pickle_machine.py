@@ -18,6 +18,9 @@ PersistentHook = Callable[[object], object]
 class Machine:
     """A stack, a memo, and a position in the bytes. The stacks below open marks wait in `below`."""
 
+    by_columns = True
+    """Whether it may be followed by columns: it does with a call what `pickle_globals.call` does, and nothing else."""
+
     def __init__(self, data: bytes | mmap, offset: int, persistent: PersistentHook, tensor: TensorHook) -> None:
         self.data = data
         self.start = self.position = offset
@@ -103,6 +106,7 @@ class Machine:
                 check_key(key)
                 target[key] = value
         elif isinstance(target, Opaque):
+            target.items = target.items or []
             target.items += zip(keys, values, strict=True)
         else:
             raise MalformedError(f"keys for a {type(target).__name__}")
@@ -111,6 +115,7 @@ class Machine:
         if isinstance(target, list):
             target += values
         elif isinstance(target, Opaque):
+            target.items = target.items or []
             target.items += values
         else:
             raise MalformedError(f"values for a {type(target).__name__}")

@@ -58,8 +58,8 @@ class Opaque:
     args: tuple[object, ...]
     state: object = None
     """What __setstate__ or the attributes would be given."""
-    items: list[object] = field(default_factory=list)
-    """Appended values, and (key, value) pairs that were set."""
+    items: list[object] | None = None
+    """Appended values, and (key, value) pairs that were set; None where there are none, as of nearly all."""
 
     def _identity(self) -> object:
         plain = 1 <= len(self.args) <= 8 and all(_is_small(arg) for arg in self.args)

@@ -3,6 +3,7 @@
 from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES
+from formats.pickle_columns import Columns
 from formats.pickle_globals import MalformedError, check_key
 from formats.pickle_machine import Machine
 from formats.pickle_opcodes import HANDLERS
@@ -10,7 +11,7 @@ from formats.pickle_records import Global, Opaque
 
 _U2, _U4, _I4 = Struct("<H"), Struct("<I"), Struct("<i")
 _GET, _GET4, _PUT4, _MEMOIZE, _STOP = b"hjr\x94."
-_NONE, _NUMBER1, _NUMBER2, _NUMBER4, _LONG = b"NKMJ\x8a"
+_NONE, _NUMBER1, _NUMBER2, _NUMBER4, _LONG, _TEXT = b"NKMJ\x8aX"
 _EMPTY_TUPLE, _NEW, _EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b")\x81}(ub"
 _KEY_LENGTH = 1 << 10
 """Of text that is a key without a further look."""
@@ -20,8 +21,9 @@ _BLOCK = 1 << 16
 
 def run(machine: Machine) -> object:
     """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes lead to."""
+    columns = Columns(machine)
     while machine.position < machine.end:
-        if _reaches_stop(machine, min(machine.end, machine.position + _BLOCK)):
+        if _reaches_stop(machine, columns, min(machine.end, machine.position + _BLOCK)):
             return machine.stack.pop()
         machine.require_allowed(max(machine.made, len(machine.memo)))
         machine.require_copies(machine.copied)
@@ -29,13 +31,14 @@ def run(machine: Machine) -> object:
     raise MalformedError("it ends too early" if short else f"it is longer than {PICKLE_BYTES} bytes")
 
 
-def _reaches_stop(machine: Machine, until: int) -> bool:
+def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
     """Follow the instructions that begin before `until`, or up to a STOP.
 
     `.metadata` of a large model has millions of them. Those that describe its chunks are followed here without a call, the
-    machine's state in local variables; each does what its handler does, and leaves to that one whatever is unusual.
+    machine's state in local variables; each does what its handler does, and leaves to that one whatever is unusual. Where
+    records repeat, `columns` goes on, for many at once.
     """
-    data, memo, below = machine.data, machine.memo, machine.below
+    data, end, memo, below = machine.data, machine.end, machine.memo, machine.below
     position, stack, made, copied = machine.position, machine.stack, machine.made, machine.copied
     natural2, natural4, integer4 = _U2.unpack_from, _U4.unpack_from, _I4.unpack_from
     try:
@@ -48,6 +51,11 @@ def _reaches_stop(machine: Machine, until: int) -> bool:
             elif code == _EMPTY_TUPLE:
                 # An instance of a class that is known by name alone, which is what nearly every empty tuple is for.
                 if data[position] == _NEW and type(kind := stack[-1]) is Global and kind.inert:
+                    if position > columns.next_look:
+                        machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied
+                        if columns.follow(position - 1, until):
+                            position, made, copied = machine.position, machine.made, machine.copied
+                            continue
                     position += 1
                     made += 1
                     stack[-1] = Opaque(kind.module, kind.name, ())
@@ -78,6 +86,9 @@ def _reaches_stop(machine: Machine, until: int) -> bool:
             elif code == _LONG and data[position] < 9:
                 stop = position + 1 + data[position]
                 stack.append(int.from_bytes(data[position + 1 : stop], "little", signed=True))
+                position = stop
+            elif code == _TEXT and (stop := position + 4 + natural4(data, position)[0]) <= end:
+                stack.append(data[position + 4 : stop].decode("utf-8", "surrogatepass"))
                 position = stop
             elif code == _MEMOIZE:
                 memo[len(memo)] = stack[-1]

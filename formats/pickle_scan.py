@@ -53,6 +53,8 @@ class _Seen:
 class _Scanner(Machine):
     """A machine that makes a record of every call, whatever is called."""
 
+    by_columns = False
+
     def __init__(self, data: bytes | mmap, offset: int) -> None:
         super().__init__(data, offset, lambda identity: None, lambda record: record)
         self.seen = _Seen()

@@ -140,6 +140,12 @@ class InputFile:
         note_checked(file)
         return file
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For another process of this machine, which opens the file for itself."""
+        if self._partial is not None:
+            raise TypeError(f"{self.path}: only this process can fetch what is missing of it")
+        return InputFile, (self.path, self.size, self.checks)
+
     def _open(self) -> int:
         with self._lock:
             if self._descriptor is None:

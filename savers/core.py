@@ -11,12 +11,12 @@ from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
-from megaconv.megatron.distributed.bridge_files import BRIDGE, FOR, is_for_bridge
+from megaconv.megatron.distributed.bridge_files import ADAPTER_KIND, BRIDGE, FOR, FUSED, is_for_bridge
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.ir import Header
+from megaconv.model.ir import Header, Source
 from megaconv.model.layout import Layout
 from megaconv.model.naming import TRANSFORMER_IMPLS, core_naming
 from megaconv.model.sharding import rank_sizes
@@ -30,6 +30,8 @@ OPTIONS = {
     INDEXER_FOR: "which Megatron core is to compute with the indexers of sparse attention: `0.16` (to 0.18, which have the elements "
     "that rotate last), or `0.19` (and later; if it isn't given)",
     FOR: f"`{BRIDGE}`: torch_dist with the run_config.yaml from which Megatron-Bridge builds the model; Megatron-LM loads it as well",
+    ADAPTER_KIND: f"of an adapter: `{FUSED}` for Megatron-Bridge's LoRA, where the adapter has an A for each part of a fused layer "
+    "(left out: its CanonicalLoRA)",
 }
 HOLDS_OPTIMIZER = True
 HOLDS_SHIFTED = True
@@ -111,6 +113,20 @@ def _head_of_legacy(config: ModelConfig) -> tuple[str, ...]:
         f"Megatron core's BERT has no {what} head: these files are for megatron-lite, and to be converted; "
         "--saver legacy writes those of Megatron-LM's tasks",
     )
+
+
+def fit_adapter(source: Source, options: SaveOptions) -> Source:
+    """An adapter as Megatron-Bridge can have it. Raises NotExpressible where it can't, LayoutError, UsageError."""
+    from megaconv.megatron.distributed.adapter_fit import EXPERT_RANKS, fitted
+
+    header = source.header
+    _check(header.config, options)
+    if options.etp not in (None, EXPERT_RANKS):
+        raise UsageError(
+            f"--etp {options.etp}: Megatron-Bridge has no adapters of experts on several tensor ranks; leave it out"
+        )
+    layout = choose_layout(header.config, header.layout, options)
+    return fitted(source, tp=layout.tp, grouped=options.grouped_experts, kind=options.extra.get(ADAPTER_KIND))
 
 
 def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> None:

@@ -78,6 +78,9 @@ def import_bridge() -> None:
         importlib.import_module(f"megatron.core.{name}")
     sys.meta_path.append(_Replacing())
     importlib.import_module("megatron.bridge.training.model_load_save")
+    importlib.import_module(
+        "megatron.bridge.peft.utils"
+    ).HAVE_TE = False  # it asks whether names are there, not what they are
 
 
 def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
@@ -94,9 +97,7 @@ def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
     state = read_train_state(checkpointing.get_checkpoint_train_state_filename(version))
     common = checkpointing.dist_checkpointing.load_common_state_dict(version)
     provider, _ = model_load_save.load_model_config(version)
-    overrides = {"transformer_layer_spec": _local(provider), "gradient_accumulation_fusion": False}
-    overrides |= {"masked_softmax_fusion": False, "bias_activation_fusion": False, "transformer_impl": "local"}
-    overrides |= {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "moe_permute_fusion": False}
+    overrides = answer_overrides(provider)
     with run_on_cpu(), torch.no_grad(), model_load_save.temporary_distributed_context(backend="gloo"):
         (model,) = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
         ids = torch.from_numpy(np.load(tokens))
@@ -118,6 +119,15 @@ def _tokens(version: str) -> list[int] | None:
     if not (Path(version) / "tokenizer").is_dir():
         return None
     return list(model_load_save.load_tokenizer(version).tokenize("ab ba"))
+
+
+def answer_overrides(provider: Any) -> dict[str, Any]:
+    """Settings of a provider with which its model runs on a CPU."""
+    return {
+        **{"transformer_layer_spec": _local(provider), "gradient_accumulation_fusion": False},
+        **{"masked_softmax_fusion": False, "bias_activation_fusion": False, "transformer_impl": "local"},
+        **{"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "moe_permute_fusion": False},
+    }
 
 
 def _local(provider: Any) -> Any:

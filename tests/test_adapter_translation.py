@@ -237,13 +237,22 @@ def refused_of_peft(tmp_path: Path, adapter: Path, base: Path, *words: str, stat
     assert not (tmp_path / "out").exists()
 
 
+def dora(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same adapter with DoRA's magnitudes, each row of another length."""
+    lengths = {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): torch.linspace(0.5, 2, len(tensor)) + number / 7
+        for number, (name, tensor) in enumerate(tensors.items())
+        if name.endswith("lora_B.weight")
+    }
+    return tensors | lengths
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (DORA, ["DoRA", "megaconv merge"]),
-        (EXPERTS, ["adapters of parameters"]),
+        (DORA, ["DoRA without an adapter of layers.0.attn.q", "only in its base", "merge"]),
         (EMBEDDING, ["whole tensors", "embedding"]),
-        (TIED, ["of rank", "Megatron-Bridge has one of each"]),
+        (TIED, ["alpha / rank is", "Megatron-Bridge has one for all modules"]),
     ],
     ids=lambda case: getattr(case, "name", ""),
 )
@@ -251,20 +260,138 @@ def test_what_bridge_has_no_place_for_is_refused_by_name(case: Path, words: list
     refused_of_peft(tmp_path, case / "adapter", case, *words)
 
 
-def test_an_adapter_of_one_layer_is_refused_for_bridge(tmp_path: Path) -> None:
-    adapter = edited(
-        LINEAR / "adapter", tmp_path / "in",
-        tensors=lambda tensors: {name: tensor for name, tensor in tensors.items() if "layers.1." in name},
-    )  # fmt: skip
-    refused_of_peft(tmp_path, adapter, LINEAR, "1 of 2 layers")
+def test_dora_whose_length_bridge_would_take_of_a_part_of_a_row_is_refused(tmp_path: Path) -> None:
+    adapter = edited(LINEAR / "adapter", tmp_path / "in", {"use_dora": True}, dora)
+    refused_of_peft(tmp_path, adapter, LINEAR, "DoRA of", "at tp = 2", "choose --tp 1", tp=2)
 
 
-def test_a_rank_that_tensor_parallel_ranks_cant_share_is_refused(tmp_path: Path) -> None:
-    def smaller(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor[:3] if "lora_A" in name else tensor[:, :3] for name, tensor in tensors.items()}
+def test_dora_of_a_layer_whose_bias_bridge_would_scale_is_refused(tmp_path: Path) -> None:
+    adapter = edited(CONV1D / "adapter", tmp_path / "in", {"use_dora": True}, dora)
+    refused_of_peft(tmp_path, adapter, CONV1D, "linear_qkv", "scales the layer's bias")
 
-    adapter = edited(LINEAR / "adapter", tmp_path / "in", {"r": 3}, smaller)
-    refused_of_peft(tmp_path, adapter, LINEAR, "rank = 3 can't be divided over tp = 2", tp=2)
+
+def test_adapters_of_experts_that_differ_have_no_place_in_a_grouped_layer(tmp_path: Path) -> None:
+    outcome = run(
+        *(
+            "convert",
+            "--loader",
+            "peft",
+            "--load-dir",
+            EXPERTS / "adapter",
+            "--config",
+            EXPERTS / "base",
+            "--saver",
+            "core",
+        ),
+        *("--ckpt-format", "torch_dist", "--save-dir", tmp_path / "out", "--moe-grouped-gemm"),
+    )
+    assert_refused(outcome, 2, "experts have adapters of their own", "leave --moe-grouped-gemm out")
+
+
+def back(core: Path, base: Path, target: Path) -> dict[str, torch.Tensor]:
+    outcome = run("convert", "--load-dir", core, "--config", base / "base", "--saver", "peft", "--save-dir", target)
+    assert outcome.status == 0, outcome.err
+    return load_file(target / "adapter_model.safetensors")
+
+
+def merged(adapter: Path, base: Path, target: Path) -> dict[str, torch.Tensor]:
+    assert run("merge", base / "base", adapter, "--dtype", "fp32", "--save-dir", target).status == 0
+    return load_file(target / "model.safetensors")
+
+
+def assert_same_function(adapter: Path, base: Path, tmp_path: Path, *options: object) -> dict[str, torch.Tensor]:
+    """There and back through Bridge's layout: the weights that it is merged into are the same but for the order of sums."""
+    translate(adapter, base, tmp_path / "core", "--verify", *options)
+    found = back(tmp_path / "core", base, tmp_path / "back")
+    ours, theirs = merged(tmp_path / "back", base, tmp_path / "ours"), merged(adapter, base, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=1e-6)
+    return found
+
+
+def test_what_only_some_layers_and_modules_have_is_filled_up_with_zeros(tmp_path: Path) -> None:
+    def some(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wanted = ("layers.1.self_attn.q_proj", "layers.1.mlp.up_proj")
+        kept = {name: tensor for name, tensor in tensors.items() if any(word in name for word in wanted)}
+        return {name: tensor[:3] if "lora_A" in name else tensor[:, :3] for name, tensor in kept.items()}
+
+    adapter = edited(LINEAR / "adapter", tmp_path / "in", {"r": 3, "lora_alpha": 6}, some)
+    found = assert_same_function(adapter, LINEAR, tmp_path, "--tp", 2)
+    prefix = "base_model.model.model.layers"
+    assert tuple(found[f"{prefix}.1.self_attn.q_proj.lora_A.weight"].shape) == (4, HIDDEN)  # that two ranks can share
+    assert not found[f"{prefix}.1.self_attn.k_proj.lora_B.weight"].any()
+    assert not found[f"{prefix}.0.mlp.up_proj.lora_A.weight"].any()
+    assert settings_of(tmp_path / "back")["lora_alpha"] == 8  # 2 times the rank, as before
+
+
+def test_several_as_become_one_below_the_other(tmp_path: Path) -> None:
+    found = assert_same_function(LINEAR / "adapter", LINEAR, tmp_path, "--option", "lora=fused", "--tp", 2)
+    assert {tuple(tensor.shape)[0] for name, tensor in found.items() if "lora_A" in name} == {12}
+    assert (run_config(tmp_path)["_target_"], run_config(tmp_path)["dim"]) == ("megatron.bridge.peft.lora.LoRA", 12)
+
+
+def run_config(tmp_path: Path) -> dict[str, Any]:
+    read = yaml.safe_load((tmp_path / "core" / ITERATION / "run_config.yaml").read_text())
+    found: dict[str, Any] = read["peft"]
+    return found
+
+
+def test_dora_goes_there_and_back_with_its_magnitudes(tmp_path: Path) -> None:
+    adapter = edited(LINEAR / "adapter", tmp_path / "in", {"use_dora": True}, dora)
+    found = assert_same_function(adapter, LINEAR, tmp_path)
+    assert run_config(tmp_path)["_target_"] == "megatron.bridge.peft.dora.DoRA"
+    assert settings_of(tmp_path / "back")["use_dora"] is True
+    lengths = {
+        name: tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items() if "magn" in name
+    }
+    assert_same_bits({name: found[name] for name in lengths}, lengths)
+    # What Bridge's own adapters come back as has one A three times, which is found to be one again.
+    translate(tmp_path / "back", LINEAR, tmp_path / "again")
+    assert_same_bits(back(tmp_path / "again", LINEAR, tmp_path / "second"), found)
+
+
+@pytest.mark.parametrize("options", [(), ("--option", "lora=fused", "--tp", 2)], ids=["canonical", "fused"])
+def test_adapters_of_fused_experts_become_those_of_each(options: tuple[object, ...], tmp_path: Path) -> None:
+    # merged() rounds as peft does for parameters, and as for layers: the same in float32
+    found = assert_same_function(EXPERTS / "adapter", EXPERTS, tmp_path, *options)
+    fused = load_file(EXPERTS / "adapter/adapter_model.safetensors")
+    module, rank = "base_model.model.model.layers.1.mlp.experts.", 2
+    a = found["base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight"]
+    b = found["base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_B.weight"]
+    assert torch.equal(a[:rank], fused[f"{module}lora_A.weight"][3 * rank : 4 * rank])
+    assert torch.equal(b[:, :rank], fused[f"{module}lora_B.weight"][:, 3::4])
+    assert settings_of(tmp_path / "back")["target_modules"] == ["k_proj", "q_proj", "v_proj", "w1", "w2", "w3"]
+
+
+def test_one_pair_for_all_experts_goes_into_a_grouped_layer_and_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(7)
+    pairs = {word: (torch.randn(4, ins, generator=generator), torch.randn(out, 4, generator=generator))
+             for word, ins, out in (("w1", HIDDEN, FFN), ("w2", FFN, HIDDEN), ("w3", HIDDEN, FFN))}  # fmt: skip
+    pairs["w3"] = pairs["w1"][0], pairs["w3"][1]
+
+    def shared(_: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = "base_model.model.model.layers.{}.block_sparse_moe.experts.{}.{}.lora_{}.weight"
+        return {
+            name.format(layer, expert, word, "AB"[which]): matrix
+            for layer, expert, (word, both) in product(range(LAYERS), range(4), pairs.items())
+            for which, matrix in enumerate(both)
+        }
+
+    adapter = edited(EXPERTS / "adapter", tmp_path / "in", {"r": 4, "target_parameters": None}, shared)
+    found = assert_same_function(adapter, EXPERTS, tmp_path, "--moe-grouped-gemm")
+    assert_same_bits(found, load_file(adapter / "adapter_model.safetensors"))
+    metadata = dcp.FileSystemReader(tmp_path / "core" / ITERATION).read_metadata().state_dict_metadata
+    sizes = {name: tuple(each.size) for name, each in metadata.items() if hasattr(each, "size")}
+    stem = "decoder.layers.mlp.experts.experts.linear_fc"
+    assert sizes == {
+        f"{stem}1.adapter.linear_in.weight": (LAYERS, 4, HIDDEN),
+        f"{stem}1.adapter.linear_out.weight": (LAYERS, 2 * FFN, 4),
+        f"{stem}2.adapter.linear_in.weight": (LAYERS, 4, FFN),
+        f"{stem}2.adapter.linear_out.weight": (LAYERS, HIDDEN, 4),
+    }
+    assert f"{stem}1.adapter.linear_in._extra_state/shard_1_2" in metadata
+    assert run_config(tmp_path)["target_modules"] == ["linear_fc1", "linear_fc2"]
 
 
 def test_matrices_that_dont_fit_their_weight_are_named(tmp_path: Path) -> None:
@@ -277,13 +404,22 @@ def test_matrices_that_dont_fit_their_weight_are_named(tmp_path: Path) -> None:
     ("made", "words", "status"),
     [
         ({"without": "fc1.adapter.linear_in"}, ["fc1.adapter has only one of its two matrices"], 3),
-        ({"extra": ("decoder.layers.mlp.experts.linear_fc1.adapter.linear_in.weight",)}, ["adapters of experts"], 3),
+        (
+            {"extra": ("decoder.layers.mlp.experts.experts.linear_fc1.adapter.linear_in.weight",)},
+            ["experts", "no adapter of a linear"],
+            3,
+        ),
         (
             {"extra": ("decoder.layers.mlp.linear_fc9.adapter.linear_in.weight",)},
             ["linear_fc9", "no adapter of a linear"],
             3,
         ),
-        ({"settings": {"peft": {"_target_": "megatron.bridge.peft.dora.DoRA"}}}, ["dora.DoRA", "only LoRA"], 3),
+        ({"settings": {"peft": {"_target_": "megatron.bridge.peft.lora.VLMLoRA"}}}, ["VLMLoRA", "only LoRA"], 3),
+        (
+            {"settings": {"peft": {"_target_": "megatron.bridge.peft.dora.DoRA", "alpha": 4}}},
+            ["linear_qkv.adapter has no weight_magnitude"],
+            3,
+        ),
         ({"settings": {"peft": {"alpha": "much"}}}, ["'much'", "expected a positive number"], 2),
         ({"settings": {"peft": None}}, ["has no `peft:`"], 3),
         ({"settings": {}}, ["has no run_config.yaml", "--option lora_alpha"], 2),

@@ -138,6 +138,9 @@ class Inspection:
             ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
             ("positions", _positions(config)),
         ]
+        if config.head.classes or config.head.choices:
+            of_classes = f"classification, {config.head.classes} classes"
+            found.append(("head", of_classes if config.head.classes else "multiple choice"))
         if config.whole is not None:
             words = ", ".join(f"{word} ({count} tensors)" for word, count in config.whole.parts().items())
             found.append(("beside", f"{words}, of {named(config.whole.config)}"))

@@ -213,6 +213,7 @@ def prepare(
     written = source.header.manifest
     if source.header.adapter is not None:
         _refuse_as_adapter(load_dir, saver, options)
+        source = _fitted(source, saver, replace(options.save, extra=extra))
     _refuse_whole(source.header, saver, options)
     if options.optimizer and not source.header.carries_optimizer:
         raise UsageError(
@@ -266,6 +267,15 @@ def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions
         )
     if options.verify and saver == "peft":
         raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
+
+
+def _fitted(adapter: Source, saver: str, options: SaveOptions) -> Source:
+    """An adapter in the modules that its output's software has, where its saver says which (`fit_adapter`)."""
+    fit = getattr(registry.saver(saver), "fit_adapter", None)
+    if fit is None:
+        return adapter
+    found: Source = fit(adapter, options)
+    return found
 
 
 def _refuse_whole(header: Header, saver: str, options: ConvertOptions) -> None:

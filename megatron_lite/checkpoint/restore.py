@@ -130,6 +130,13 @@ def refuse_whole(config: ModelConfig, place: str) -> None:
         )
 
 
+def open_weights(place: str) -> Start:
+    """A checkpoint's weights alone. Raises as open_language_model."""
+    source = open_language_model(place)
+    tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
+    return Start(place, source.header, tensors, {}, Progress(), with_optimizer=False, files=source.header.files)
+
+
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     source = open_language_model(place)
     tensors = dict(source.tensors())

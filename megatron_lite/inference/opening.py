@@ -12,10 +12,8 @@ from typing import Any, NoReturn
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.ir import WEIGHT, Source
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megatron_lite.checkpoint.restore import Start, open_language_model
-from megatron_lite.checkpoint.state import Progress
+from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import TYPES, Tokenizer
 from megatron_lite.engine import Engine
@@ -24,6 +22,7 @@ from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.loop import launch
 from megatron_lite.loop.failure import all_or_none, report
 from megatron_lite.loop.inputs import make_tokenizer
+from megatron_lite.loop.node import once_a_node
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.config import Data, Parallel, Settings
@@ -156,9 +155,9 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     """Collective. Raises CheckpointError."""
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} has to be 1 or more")
-    source = all_or_none(lambda: open_language_model(given.load))
-    tokenizer = all_or_none(lambda: _tokenizer(given, source))
-    config, dtype = source.header.config, source.header.config.dtype
+    start = once_a_node(lambda: open_weights(given.load), place.node)
+    tokenizer = all_or_none(lambda: _tokenizer(given, start))
+    config, dtype = start.config, start.config.dtype
     if config.family in OF_THEIR_OWN:
         raise NotExpressible(f"{given.load}: is a {config.family}, which predicts no next token; give a decoder")
     if given.dtype:
@@ -166,8 +165,8 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
     config = changed(config, {"dtype": dtype})
     engine = make_engine(config, parallel, place, length)
-    load_weights(engine, {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT})
-    stops = all_or_none(lambda: stop_ids(config, tokenizer, source.header.files))
+    load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
+    stops = all_or_none(lambda: stop_ids(config, tokenizer, start.files))
     return Opened(EngineModel(engine, given.slots, length), config, tokenizer, stops, given.load, place.store)
 
 
@@ -184,13 +183,11 @@ def make_engine(config: ModelConfig, parallel: Parallel, place: launch.Place, le
     return Engine(config, grid, options, None)
 
 
-def _tokenizer(given: argparse.Namespace, source: Source) -> Tokenizer:
+def _tokenizer(given: argparse.Namespace, start: Start) -> Tokenizer:
     data = Data(
         tokenizer_type=given.tokenizer_type, tokenizer_model=given.tokenizer_model,
         vocab_file=given.vocab_file, merge_file=given.merge_file,
     )  # fmt: skip
-    header = source.header
-    start = Start(given.load, header, {}, {}, Progress(), with_optimizer=False, files=header.files)
     return make_tokenizer(Settings(data=data), start)
 
 

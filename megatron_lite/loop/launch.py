@@ -19,6 +19,7 @@ from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import UsageError
 from megatron_lite.loop.failure import KEY, report_alone, report_first
 from megatron_lite.loop.heartbeat import BEAT_S, Heartbeat
+from megatron_lite.loop.node import node_group
 from megatron_lite.loop.slurm import sees_own_gpu
 from megatron_lite.settings.config import Parallel
 
@@ -39,6 +40,8 @@ class Place:
     """Outlives any one rank; None in a single process."""
     save_group: dist.ProcessGroup | None
     """Of all ranks, on gloo, for checkpoints alone."""
+    node: dist.ProcessGroup | None = None
+    """Of the ranks on this machine, on gloo; None for one that is alone."""
     watch: StoreWatch | None = None
     heartbeat: Heartbeat | None = None
 
@@ -94,7 +97,14 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
     saving = dist.new_group(backend="gloo", timeout=later)
     watch = StoreWatch(_store_address(), _end_without_store)
     return Place(
-        place, world, device, store, saving, watch, _heartbeat(store, place, world, timeout if steps else None)
+        place,
+        world,
+        device,
+        store,
+        saving,
+        node_group(saving, later),
+        watch,
+        _heartbeat(store, place, world, timeout if steps else None),
     )
 
 

@@ -16,6 +16,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.loop import launch, reference_cache
 from megatron_lite.loop.failure import all_or_none
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder
+from megatron_lite.loop.node import Group, once_a_node
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes
@@ -38,15 +39,18 @@ def without_dropout(options: ModelOptions, say: Say) -> ModelOptions:
     return replace(options, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def reference_of(settings: Settings, start: Start) -> Start:
-    """--load, also where the run goes on from --save. Raises CheckpointError."""
-    return start if start.path == settings.checkpointing.load else find_reference(settings)
+def reference_of(settings: Settings, start: Start, node: Group) -> Start:
+    """--load, also where the run goes on from --save. Collective. Raises CheckpointError."""
+    if start.path == settings.checkpointing.load:
+        return start
+    return once_a_node(lambda: find_reference(settings), node)
 
 
 def with_reference(
     engine: Engine,
     settings: Settings,
     start: Start,
+    node: Group,
     datasets: Sequence[Dataset | None],
     sizes: Sizes,
     vocab: int,
@@ -56,7 +60,7 @@ def with_reference(
 
     What --dpo-reference-cache has is not computed: where it has all, the reference is not even loaded. Raises CheckpointError.
     """
-    reference = all_or_none(lambda: reference_of(settings, start))
+    reference = reference_of(settings, start, node)
     cache = _Cache.of(engine, settings, datasets, sizes)
     known = [cache.read(which, dataset, say) for which, dataset in zip(NAMES, datasets, strict=True)]
     wanted = [

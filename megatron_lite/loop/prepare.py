@@ -26,6 +26,7 @@ from megatron_lite.loop.failure import all_or_none
 from megatron_lite.loop.inputs import make_datasets, make_tokenizer
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, peak_tflops
+from megatron_lite.loop.node import once_a_node
 from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.parallel.grid import make_grid
@@ -49,7 +50,7 @@ from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_o
 def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     """Collective. Raises CheckpointError; for what has no part in the sizes on all ranks alike."""
     check_flags(settings)
-    start = all_or_none(lambda: find_start(settings, finetune=finetune))
+    start = once_a_node(lambda: find_start(settings, finetune=finetune), place.node)
     check_steps(settings.training)
     check_kind(settings, model_type(settings, start.config if start is not None else None))
     task = tasks.task_of(settings, None if start is None else start.config, finetune=finetune)
@@ -60,7 +61,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     learned = None if task is None else all_or_none(lambda: tasks.read_task(settings, task))
     examples = None if learned is not None else all_or_none(lambda: finetuning.read_data(settings, tokenizer))
     settings = finetuning.with_defaults(settings, config, examples, place.say, finetune=finetune)
-    adapters = all_or_none(lambda: find_adapters(settings, config))
+    adapters = once_a_node(lambda: find_adapters(settings, config), place.node)
     options = replace(model_options(settings, dropouts), lora=adapters.options if adapters is not None else None)
     if settings.dpo.dpo:
         options = preference.without_dropout(options, place.say)
@@ -84,7 +85,9 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     elif options.preference is not None:
-        datasets = preference.with_reference(engine, settings, start, datasets, sizes, tokenizer.vocab_size, place.say)
+        datasets = preference.with_reference(
+            engine, settings, start, place.node, datasets, sizes, tokenizer.vocab_size, place.say
+        )
     else:
         load(engine, start)
     if adapters is not None:
@@ -212,6 +215,12 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
         raise LayoutError(
             "--ckpt-format torch can't be had for a T5 with pipeline stages; leave it out: torch_dist has no stages, and "
             "megaconv convert --saver core --ckpt-format torch makes rank files of it"
+        )
+    twice = config.mtp_layers and config.tie_embeddings and layout.pp > 1
+    if saving.save is not None and saving.ckpt_format == "torch" and twice:
+        raise LayoutError(
+            "--ckpt-format torch can't be had with pipeline stages for tied embeddings and --mtp-num-layers: Megatron's last stage has the "
+            "table twice there, and computes with one of them; leave it out: torch_dist has it once"
         )
     if saving.save is not None and not config.norm.final and saving.transformer_impl != "local":
         raise UsageError(

@@ -113,7 +113,7 @@ class TaskData:
         return Exam(each, datasets)
 
     def _sequences(self, tokenizer: Tokenizer, sizes: Sizes) -> Sequences:
-        words = vocabulary(tokenizer, ("cls", "sep", "pad"))
+        words = vocabulary(tokenizer, ("cls", "sep", "pad"), "texts of a task need the tokenizer of the BERT")
         return Sequences(self.task, tokenizer.tokenize, words.cls, words.sep, words.pad, sizes.seq)
 
 

@@ -42,7 +42,7 @@ def attend(
     if run.visible is not None:
         return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
-        return _with_others(q, k, v, run.context, run, window, backend, scale, sinks, largest)
+        return _with_others(q, k, v, run.context, run, window, dropout, backend, scale, sinks, largest)
     if largest is not None:
         raise_by_rows(largest, q, k, run.packed, window, scale)
     if len(k) != len(q):
@@ -63,18 +63,26 @@ def _with_others(
     ranks: ContextGroup,
     run: Pass,
     window: int | None,
+    dropout: float,
     backend: str,
     scale: float | None,
     sinks: Tensor | None,
     largest: Tensor | None,
 ) -> Tensor:
-    """Where other ranks have the other tokens. Without dropout: sizes.py refuses it."""
+    """Where other ranks have the other tokens. Dropout goes with a2a alone: sizes.py refuses it otherwise."""
     if ranks.how != "a2a":
         across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window, largest)
         return across
     q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
     sinks, largest = (None if x is None else x.chunk(ranks.size)[ranks.rank] for x in (sinks, largest))
-    how: Any = {"window": window, "backend": backend, "scale": scale, "sinks": sinks, "largest": largest}
+    how: Any = {
+        "window": window,
+        "backend": backend,
+        "scale": scale,
+        "sinks": sinks,
+        "largest": largest,
+        "dropout": dropout,
+    }
     return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), ranks)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch.distributed import ProcessGroup
 
 from megaconv.errors import LayoutError, NotExpressible
+from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
@@ -97,8 +98,11 @@ def make_plan(
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
-    if config.mtp_layers and config.tie_embeddings:
-        raise NotExpressible("the model predicts further tokens with tied embeddings, which can't be trained yet")
+    if config.mtp_layers and not any(row.stage == "mtp" for row in family(config.family).rows):
+        raise NotExpressible(
+            f"the model would be a {config.family} that predicts further tokens, for whose layers no checkpoint has names; these are for "
+            "mixtures of experts as DeepSeek-V3 and GLM-4.5 (--moe-router-score-function sigmoid, --moe-router-enable-expert-bias)"
+        )
     if config.mtp_layers and options.preference is not None:
         raise NotExpressible("the model predicts further tokens, which can't be trained on pairs of answers yet")
     rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)

@@ -1,7 +1,8 @@
 """Dropout without a random state: what is dropped follows from a seed, the step, the microbatch and the place in the model.
 
 So the same step drops the same at every layout (of equal microbatches), computing a layer again drops the same again, and
-a checkpoint has nothing to keep. Attention weights are the exception: each tensor rank draws for its own heads.
+a checkpoint has nothing to keep. Attention weights are the exception: each tensor rank, or context rank that has some heads of all
+tokens, draws for its own heads.
 """
 
 from collections.abc import Iterator
@@ -66,9 +67,14 @@ class Seed:
         own = kept if context is None else context.own_part(kept, 0)
         return x * (ranks.own_part(own) / (1 - probability))
 
+    def _heads_of(self, ranks: TensorGroup) -> int:
+        """Which heads of all this rank attends with, where context ranks take heads for tokens: counted as if they were tensor ranks."""
+        context = self._context
+        return ranks.rank if context is None else ranks.rank * context.size + context.rank
+
     @contextmanager
     def for_attention(self, at: At, ranks: TensorGroup, device: torch.device) -> Iterator[None]:
         """torch's own generator, from which attention draws, seeded for this place, and afterwards as it was."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(mix(self.value, at.layer, at.place, ranks.rank))
+            torch.manual_seed(mix(self.value, at.layer, at.place, self._heads_of(ranks)))
             yield

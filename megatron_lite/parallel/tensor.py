@@ -150,11 +150,17 @@ class Norm(nn.Module):
         return normalize(x, self.weight, self.bias, self.epsilon)
 
 
+FEW_ROWS = 16
+"""Of so many PyTorch's own norm on a CPU is quicker, since it is one call; of more ours is."""
+
+
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm with a bias, RMSNorm without."""
     if bias is not None:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-    if x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    # Whether anything goes backward doesn't matter: what is computed again has to have the same bits.
+    few = x.numel() <= FEW_ROWS * x.shape[-1]
+    if x.is_cuda or few or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
     normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
     return normed
@@ -266,18 +272,20 @@ class VocabEmbedding(nn.Module):
     kinds: ClassVar = {"weight": Kind.VOCABULARY}
 
     def __init__(self, rows: int, width: int, ranks: TensorGroup) -> None:
-        """rows: of this rank."""
+        """rows: of this rank; 0: the table is another module's."""
         super().__init__()
         self.ranks = ranks
-        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.weight = nn.Parameter(torch.empty(rows, width)) if rows else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [sequence, batch] -> [sequence (/ tp), batch, width]."""
+    def forward(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        """tokens int64 [sequence, batch] -> [sequence (/ tp), batch, width]. table: where this module has none."""
+        table = self.weight if table is None else table
+        assert table is not None
         if self.ranks.group is None:
-            return F.embedding(tokens, self.weight)
-        rows = self.weight.shape[0]
+            return F.embedding(tokens, table)
+        rows = table.shape[0]
         local = tokens - self.ranks.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = F.embedding(local.masked_fill(elsewhere, 0), table)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return comm.sum_over(found, self.ranks.group, scatter=self.ranks.sequence)

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
     "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
     "no_rope_fusion": 0, "no_save_rng": 0,
-    "num_workers": 1, "tensorboard_queue_size": 1,
+    "num_workers": 1, "overlapping_eval": 1, "strict_lambada": 0, "tensorboard_queue_size": 1,
     "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
 }  # fmt: skip
 """Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""

@@ -174,10 +174,10 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
                 f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
                 f"{layout.tp * cp}; take p2p or all_gather"
             )
-    if options.attention_dropout:
+    if options.attention_dropout and how != "a2a":
         raise LayoutError(
-            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with context parallelism; "
-            "take --attention-dropout 0"
+            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with --cp-comm-type {how}; take a2a, or "
+            "--attention-dropout 0"
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
@@ -341,6 +341,10 @@ def _of_task(settings: Settings) -> list[tuple[bool, str]]:
             f"--task {tasks.task} needs --epochs: how often it goes through --train-data; 0 measures alone",
         ),
         (bool(epochs) and not tasks.train_data, f"--task {tasks.task} learns from --train-data, which is missing"),
+        (
+            "eval_iters" in settings.given and bool(settings.training.eval_iters) and not tasks.valid_data,
+            "--eval-iters: evaluations are of --valid-data, which is missing; leave it out",
+        ),
         (
             epochs == 0 and not tasks.valid_data,
             f"--task {tasks.task} --epochs 0 measures on --valid-data, which is missing",

@@ -115,6 +115,10 @@ class ModuleAdapter:
     magnitude: LazyTensor | None = None
     embedding: bool = False
 
+    def length_is_missing(self, config: AdapterConfig) -> bool:
+        """Whether it lacks the magnitude that the configuration says it has, or the other way round."""
+        return (self.magnitude is not None) != config.dora
+
 
 @dataclass(frozen=True)
 class Adapter:

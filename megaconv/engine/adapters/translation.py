@@ -1,16 +1,27 @@
 """The matrices of an adapter as native tensors of any naming scheme: B has its weight's rows, A its weight's columns.
 
 So the family's table says how they are fused, too: B of Megatron's linear_qkv has q, k and v by groups as the weight has them.
+DoRA's magnitudes are rows of one column.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from formats.tensor import Box, LazyTensor, Shape
 from megaconv.engine.assembled import Placed, assemble
 from megaconv.errors import NotExpressible, TensorMismatch
-from megaconv.families import Family
-from megaconv.model.adapter import AdapterInfo, LowRank, a_name, b_name
+from megaconv.families import Family, family
+from megaconv.model.adapter import (
+    AdapterInfo,
+    LowRank,
+    a_name,
+    b_name,
+    length_name,
+    of_any_expert,
+    of_each_expert,
+)
+from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, OpenedSource, describe
 from megaconv.model.layout import Chunk, Layout
@@ -21,34 +32,37 @@ from megaconv.model.table import canonical_shapes
 
 
 class Pair(NamedTuple):
-    """The two matrices that one module has."""
+    """The two matrices that one module has, and with DoRA a length for each row of its weight."""
 
     weight: NativeTensor
-    """The module's own."""
+    """The module's own; B has its rows."""
     a: LazyTensor
     b: LazyTensor
     alpha: float
     name: str
     """For messages."""
+    length: LazyTensor | None = None
+    length_rows: NativeTensor | None = None
+    """The weight whose rows the lengths have, where that isn't B's."""
 
 
-def linear_weights(family: Family, config: ModelConfig, naming: Naming) -> dict[str, NativeTensor]:
-    """By native name, the weights whose modules can have an adapter: the linear layers outside experts."""
+def adaptable_weights(table: Family, config: ModelConfig, naming: Naming) -> dict[str, NativeTensor]:
+    """By native name, the weights whose modules can have an adapter: the linear layers, one of an expert by itself, and routers."""
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    shapes = canonical_shapes(family.rows, config)
-    natives = native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+    shapes = canonical_shapes(table.rows, config)
+    natives = native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab)
     return {
         native.name: native
         for native in natives
         if native.copy is None
         and native.name.endswith("weight")
+        and len(native.shape) == 2
         and all(_is_linear(name, shapes) for name in native.parts)
     }
 
 
 def _is_linear(name: str, shapes: Mapping[str, Shape]) -> bool:
-    words = name.split(".")
-    return words[0] == "layers" and len(shapes[name]) == 2 and not {"experts", "router"} & set(words)
+    return name.startswith("layers.") and len(shapes[name]) == 2
 
 
 def is_flipped(weight: NativeTensor) -> bool:
@@ -67,50 +81,101 @@ def a_tensor(weight: NativeTensor, name: str, canonical: str, rank: int) -> Nati
     """A [rank, in] of a module under this name. A linear layer that is sharded by rows of its weight has its A sharded along the
     rank, another one as its weight, along the columns."""
     _, ins = sizes(weight)
-    return NativeTensor(name, {canonical: (Region(Box(0, rank, 0, ins), 0),)}, (rank, ins), tp=weight.tp)
+    parts = {canonical: (Region(Box(0, rank, 0, ins), 0),)}
+    return NativeTensor(name, parts, (rank, ins), tp=weight.tp, of_experts=weight.of_experts)
 
 
-def b_tensor(weight: NativeTensor, name: str, rank: int) -> NativeTensor:
-    """B [out, rank] of a module, sharded by rows wherever the weight is sharded at all."""
-    parts = {
-        b_name(part): tuple(
+def b_tensor(weight: NativeTensor, name: str, canonical: Mapping[str, str], rank: int) -> NativeTensor:
+    """B [out, rank] of a module, sharded by rows wherever the weight is sharded at all. canonical: names by those of weights."""
+    outs, _ = sizes(weight)
+    tp = None if weight.tp is None else 0
+    parts = _rows_of(weight, canonical, rank)
+    return NativeTensor(name, parts, (outs, rank), tp=tp, groups=weight.groups, of_experts=weight.of_experts)
+
+
+def length_tensor(weight: NativeTensor, name: str, canonical: Mapping[str, str]) -> NativeTensor:
+    """DoRA's magnitudes [out] of a module."""
+    outs, _ = sizes(weight)
+    return NativeTensor(
+        name, _rows_of(weight, canonical, 1), (outs,), tp=0 if weight.tp == 0 else None, groups=weight.groups
+    )
+
+
+def _rows_of(weight: NativeTensor, canonical: Mapping[str, str], cols: int) -> dict[str, tuple[Region, ...]]:
+    """The rows of a weight in a tensor with as many rows and these columns."""
+    return {
+        canonical[part]: tuple(
             region._replace(
-                box=region.box._replace(col0=0, col1=rank), row=region.col if region.transposed else region.row, col=0, transposed=False
+                box=region.box._replace(col0=0, col1=cols), row=region.col if region.transposed else region.row, col=0, transposed=False
             )
             for region in regions
         )
         for part, regions in weight.parts.items()
     }  # fmt: skip
-    outs, _ = sizes(weight)
-    tp = None if weight.tp is None else 0
-    return NativeTensor(name, parts, (outs, rank), tp=tp, groups=weight.groups)
 
 
 def part_of(weight: NativeTensor, name: str) -> NativeTensor:
     """One canonical weight of a fused one, as a module of its own."""
     rows = sum(region.box.rows for region in weight.parts[name])
     _, ins = sizes(weight)
-    return NativeTensor(weight.name, {name: (Region(Box(0, rows, 0, ins), 0),)}, (rows, ins), tp=weight.tp)
+    parts = {name: (Region(Box(0, rows, 0, ins), 0),)}
+    return NativeTensor(weight.name, parts, (rows, ins), tp=weight.tp, of_experts=weight.of_experts)
 
 
-def module_of(weight: NativeTensor, info: AdapterInfo) -> LowRank | None:
-    """What a module's two matrices are, where all its weights share one A; None where the adapter changes none of them.
+def of_all_experts(weight: NativeTensor) -> NativeTensor:
+    """One expert's weight as what stands for the same of all of its layer."""
+    return weight._replace(parts={of_any_expert(name): regions for name, regions in weight.parts.items()})
+
+
+class Module(NamedTuple):
+    """A module with an adapter, as it is written."""
+
+    weight: NativeTensor
+    lows: Mapping[str, LowRank]
+    """By the names of the weight's parts. They share one A, and have one rank and one alpha."""
+
+    @property
+    def low(self) -> LowRank:
+        """Of the first part."""
+        return next(iter(self.lows.values()))
+
+    def natives(self, a: str, b: str, length: str, length_rows: NativeTensor | None = None) -> Iterator[NativeTensor]:
+        """Its tensors under these names; the last one only with DoRA."""
+        low = self.low
+        yield a_tensor(self.weight, a, low.a, low.rank)
+        yield b_tensor(self.weight, b, {part: low.b for part, low in self.lows.items()}, low.rank)
+        if low.length:
+            rows = length_rows or self.weight
+            yield length_tensor(rows, length, {part: low.length for part, low in self.lows.items()})
+
+
+def module_of(weight: NativeTensor, weights: Mapping[str, LowRank]) -> Module | None:
+    """A module whose weights all share one A; None where the adapter changes none of them.
 
     Raises NotExpressible where they don't, or where only some of them are changed.
     """
-    found = [info.weights[name] for name in weight.parts if name in info.weights]
-    if not found:
+    lows = {name: weights[name] for name in weight.parts if name in weights}
+    if not lows:
         return None
-    if len(found) < len(weight.parts) or len({(low.a, low.alpha) for low in found}) > 1:
+    if len(lows) < len(weight.parts) or len({(low.a, low.alpha) for low in lows.values()}) > 1:
         raise NotExpressible(
-            f"{weight.name} is one module there, which has one A; the adapter has one for each of "
-            f"{', '.join(name for name in weight.parts if name in info.weights)}; merge it into its base (--adapter) instead"
+            f"{weight.name} is one module there, which has one A; the adapter has one for each of {', '.join(lows)}; "
+            "merge it into its base (--adapter) instead"
         )
-    return found[0]
+    return Module(weight, lows)
+
+
+def require_all_written(info: AdapterInfo, written: Collection[str], what: str) -> None:
+    """Raises NotExpressible for weights whose adapters an output hasn't. what: why, for the message."""
+    left = [name for name in info.weights if name not in written]
+    if left:
+        raise NotExpressible(
+            f"adapters of {listing(left)}: {what}; merge the adapter into its base (--adapter) instead"
+        )
 
 
 def open_pairs(
-    family: Family, config: ModelConfig, pairs: Iterable[Pair], *, base: str, dropout: float, source: str, where: str
+    config: ModelConfig, pairs: Iterable[Pair], *, base: str, dropout: float, source: str, where: str
 ) -> OpenedSource:
     """An adapter as a source. where: the file, for messages.
 
@@ -121,26 +186,36 @@ def open_pairs(
     shapes: dict[str, Shape] = {}
     for pair in pairs:
         rank = _rank(pair, where)
-        names = tuple(pair.weight.parts)
-        shared = a_name(names)
-        for name in names:
-            if name in weights:
-                raise TensorMismatch(f"{where}: {pair.name} changes {name}, which another module does too")
-            weights[name] = LowRank(shared, b_name(name), rank, pair.alpha)
-        for native, tensor in (
-            (a_tensor(pair.weight, pair.name, shared, rank), pair.a),
-            (b_tensor(pair.weight, pair.name, rank), pair.b),
-        ):
+        parts = tuple(pair.weight.parts)
+        shared, length = a_name(parts), pair.length is not None
+        found = {
+            part: LowRank(shared, b_name(part), rank, pair.alpha, length_name(part) if length else "") for part in parts
+        }
+        for part in parts:
+            for name in of_each_expert(part, config.experts.count):
+                if name in weights:
+                    raise TensorMismatch(f"{where}: {pair.name} changes {name}, which another module does too")
+                weights[name] = found[part]
+        natives = Module(pair.weight, found).natives(*[pair.name] * 3, pair.length_rows)
+        for native, tensor in zip(natives, (pair.a, pair.b, pair.length), strict=False):
+            assert tensor is not None
             shapes |= dict(_shapes(native))
             placed.append(Placed(native, tensor, where))
     if not weights:
         raise TensorMismatch(f"{where}: holds no adapter of a linear layer", code="missing-tensor")
-    found = assemble(shapes, placed, strict=True)
-    order = {name: number for number, name in enumerate(canonical_shapes(family.rows, config))}
-    ordered = {name: weights[name] for name in sorted(weights, key=order.__getitem__)}
-    first = dict.fromkeys(name for low in ordered.values() for name in (low.a, low.b))
-    tensors = {Key(name): found[Key(name)] for name in first}
-    header = Header(config, describe(tensors), source=source, adapter=AdapterInfo(ordered, base, dropout))
+    info = AdapterInfo(weights, base, dropout)
+    return adapter_source(config, info, assemble(shapes, placed, strict=True), source)
+
+
+def adapter_source(
+    config: ModelConfig, info: AdapterInfo, found: Mapping[Key, LazyTensor], source: str
+) -> OpenedSource:
+    """The tensors that an adapter names, in the order of the model's weights."""
+    order = {name: number for number, name in enumerate(canonical_shapes(family(config.family).rows, config))}
+    ordered = {name: info.weights[name] for name in sorted(info.weights, key=order.__getitem__)}
+    names = dict.fromkeys(name for low in ordered.values() for name in low.tensors)
+    tensors = {Key(name): found[Key(name)] for name in names}
+    header = Header(config, describe(tensors), source=source, adapter=replace(info, weights=ordered))
     return OpenedSource(header, tensors)
 
 
@@ -153,9 +228,13 @@ def _rank(pair: Pair, where: str) -> int:
             f"so expected [r, {ins}] and [{outs}, r]",
             code="misshapen-tensor",
         )
+    if pair.length is not None and tuple(pair.length.shape) != (outs,):
+        raise TensorMismatch(
+            f"{where}: {pair.name} has magnitudes {list(pair.length.shape)}; expected [{outs}]", code="misshapen-tensor"
+        )
     return a[0]
 
 
 def _shapes(native: NativeTensor) -> Iterator[tuple[str, Shape]]:
     for name, regions in native.parts.items():
-        yield name, (sum(region.box.rows for region in regions), native.shape[1])
+        yield name, (sum(region.box.rows for region in regions), *native.shape[1:])

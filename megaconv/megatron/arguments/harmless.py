@@ -69,6 +69,10 @@ _BY_REASON: Mapping[str, str] = {
         retriever_score_scaling retriever_seq_length swin_backbone_type titles_data_path use_one_sent_docs vision_backbone_type
         vision_pretraining vision_pretraining_type
     """,
+    "flags of Megatron-LM's tasks/main.py, and what its finetuning adds to them": """
+        faiss_match faiss_topk_retrievals orig_global_batch_size orig_micro_batch_size overlapping_eval qa_data_dev
+        qa_data_test strict_lambada train_hard_neg train_iters_per_epoch train_with_neg val_av_rank_hard_neg val_av_rank_other_neg
+    """,
     "precision: the same function, rounded otherwise": """
         ammo_convert_te_to_local_spec ammo_load_classic_megatron_to_mcore ammo_quant_cfg apply_query_key_layer_scaling
         attention_softmax_in_fp32 autocast_dtype disable_bf16_reduced_precision_matmul embedding_weights_in_fp32 enable_autocast

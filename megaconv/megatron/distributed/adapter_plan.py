@@ -1,28 +1,38 @@
 """Lays out an adapter as Megatron-Bridge saves one: `torch_dist` of its matrices, and run_config.yaml with its alpha and modules.
 
-Names and settings: adapter_source.py. Bridge has one rank and one alpha for all modules, and the same modules in all layers.
+Names and settings: adapter_source.py. The adapter is one that Bridge can have (adapter_fit.py): the same modules in all layers, of one
+rank and one alpha. Each of its layers has an empty `_extra_state`, which Bridge asks for.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from formats import rank_files, torch_dist, torch_zip
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import Shape
 from formats.yaml_file import yaml_bytes
-from megaconv.engine.adapters.translation import a_tensor, b_tensor, linear_weights, module_of
+from megaconv.engine.adapters.translation import Module, adaptable_weights
 from megaconv.engine.plan import OutputPlan, native_dtype
-from megaconv.errors import LayoutError, NotExpressible, UsageError
-from megaconv.families import family
-from megaconv.megatron.distributed.adapter_source import ADAPTER, CANONICAL, LORA, canonical_part
+from megaconv.errors import UsageError
+from megaconv.families import Family, family
+from megaconv.megatron.distributed.adapter_fit import EXPERT_RANKS, BridgeModule, bridge_modules, is_fused
+from megaconv.megatron.distributed.adapter_source import (
+    ADAPTER,
+    CANONICAL,
+    DORA,
+    LORA,
+    rows_of_b,
+    rows_of_lengths,
+)
 from megaconv.megatron.distributed.bridge_files import CONTENT
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
-from megaconv.megatron.distributed.keys import stack, stacks_layers
+from megaconv.megatron.distributed.keys import EXTRA_STATE, stack, stacks_layers
 from megaconv.megatron.distributed.plan import place
 from megaconv.megatron.distributed.run_config import RUN_CONFIG
 from megaconv.megatron.rank_files.plan import iteration_of, tracker_and_sidecars
-from megaconv.model.adapter import AdapterInfo, LowRank
+from megaconv.model.adapter import AdapterInfo, LowRank, of_each_expert
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.naming import CORE
@@ -31,126 +41,137 @@ from megaconv.options import SaveOptions
 
 _TARGETS = {"q": "linear_q", "k": "linear_k", "v": "linear_v", "gate": "linear_fc1_gate", "up": "linear_fc1_up"}
 """Parts of fused weights -> what CanonicalLoRA calls them."""
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 def plan_adapter(header: Header, info: AdapterInfo, options: SaveOptions, layout: Layout) -> OutputPlan:
-    """Raises UsageError for another format, NotExpressible for an adapter that Bridge can't have, LayoutError."""
+    """Raises UsageError for another format, LayoutError."""
     if options.ckpt_format != "torch_dist":
         raise UsageError(
             f"--ckpt-format {options.ckpt_format}: Megatron-Bridge has adapters in torch_dist alone; give --ckpt-format torch_dist"
         )
-    rank, alpha = _one_rank_and_alpha(info)
-    if rank % layout.tp:
-        raise LayoutError(
-            f"rank = {rank} can't be divided over tp = {layout.tp}, as Megatron-Bridge does with every A; choose a tp that divides it",
-            code="layout-indivisible",
-        )
-    weights = linear_weights(family(header.config.family), header.config, CORE)
-    fused = _is_fused(weights, info)
-    modules = list(_modules(weights, info, layout.tp, fused=fused))
-    matrices = [
-        matrix
-        for name, weight, low in modules
-        for matrix in (
-            a_tensor(weight, f"{name}.linear_in.weight", low.a, rank),
-            b_tensor(weight, f"{name}.linear_out.weight", rank),
-        )
-    ]
-    chunks, shapes = _chunks(matrices, header, layout.tp)
+    config, grouped = header.config, options.grouped_experts
+    table = family(config.family)
+    fused = is_fused(table, config, info)
+    modules = bridge_modules(table, config, info, fused=fused, grouped=grouped)
+    chunks, shapes, extras = _Keys(header, layout).of(modules)
     files, version = DistcpFiles(options.files or 1), rank_files.iteration_directory(iteration_of(header, options))
     stored = [
         (chunk, *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape))
         for chunk in chunks
     ]
+    for name in extras:
+        files.add_object(name, [None])
     common = {
         "checkpoint_version": 3.0,
         "iteration": header.training.iteration or 1,
         "content_metadata": CONTENT,
     }
-    targets = sorted({_target(name) for name, _, _ in modules})
+    kind = DORA if info.is_dora else LORA if fused else CANONICAL
+    settings = _run_config(layout, kind, info, targets(modules, table, config), grouped=grouped)
     written: dict[str, FileLayout] = dict(files.layouts(nested_keys=False)) | {
         torch_dist.COMMON_FILE: torch_zip.plan(common, "common"),
         torch_dist.FORMAT_FILE: PlainFile(torch_dist.format_json("torch_dist")),
-        RUN_CONFIG: PlainFile(_run_config(layout, LORA if fused else CANONICAL, rank, alpha, info.dropout, targets)),
+        RUN_CONFIG: PlainFile(yaml_bytes(settings)),
     }
     placements, _ = place(((chunk, f"{version}/{file}", record) for chunk, file, record in stored), header, options)
     layouts = {f"{version}/{name}": each for name, each in written.items()}
     return OutputPlan(layouts | tracker_and_sidecars(header, iteration_of(header, options)), placements)
 
 
-def _one_rank_and_alpha(info: AdapterInfo) -> tuple[int, float]:
-    kinds = Counter((low.rank, low.alpha) for low in info.weights.values())
-    if len(kinds) > 1:
-        first, second = list(kinds)[:2]
-        raise NotExpressible(
-            f"modules of rank {first[0]} with alpha {first[1]:g} and of rank {second[0]} with alpha {second[1]:g}: Megatron-Bridge has "
-            "one of each for all; merge the adapter into its base (--adapter) instead"
-        )
-    return next(iter(kinds))
+class _Keys:
+    """The tensors and objects of a distributed checkpoint."""
+
+    def __init__(self, header: Header, layout: Layout) -> None:
+        self._header, self._layout = header, layout
+        self._stacked = stacks_layers(header.config)
+
+    def of(self, modules: Sequence[BridgeModule]) -> tuple[list[PlannedChunk], dict[str, Shape], list[str]]:
+        """(chunks, shapes of whole tensors by key, names of empty objects)."""
+        placed = [(*self._place(native.name), native) for module in modules for native in self._natives(module)]
+        places: dict[str, Shape] = {}
+        for key, at, _ in placed:
+            places[key] = tuple(map(max, zip(at, places.get(key, at), strict=True)))
+        chunks, shapes, extras = list[PlannedChunk](), dict[str, Shape](), list[str]()
+        for key, at, native in placed:
+            ranks = self._ranks(native)
+            chunks += chunks_of(native, key, at, native_dtype(self._header, native), ranks)
+            grid = tuple(last + 1 for last in places[key])
+            shapes[key] = (*grid, *native.shape)
+            if key.endswith(".weight"):
+                numbers = "_".join(".".join(map(str, axes)) for axes in (at or (0,), grid or (1,)))
+                extras.append(f"{key.removesuffix('.weight')}{EXTRA_STATE}/shard_{numbers}")
+        return chunks, shapes, extras
+
+    def _place(self, name: str) -> tuple[str, Shape]:
+        key, at = stack(name, layers=self._stacked)
+        if ".local_experts." not in name:
+            key = key.replace(".mlp.experts.", ".mlp.experts.experts.")
+        return key, at
+
+    def _natives(self, module: BridgeModule) -> Iterator[NativeTensor]:
+        """Rows of B and of magnitudes as a run of this layout saves them."""
+        ranks = self._ranks(module.weight)
+        lows = {part: self._low(part) for part in module.weight.parts}
+        written = Module(rows_of_b(module.weight, "", ranks, module.name), lows)
+        name = f"{module.name}{ADAPTER}{f'adapter_{module.kind}.' if module.kind else ''}"
+        names = (f"{name}{end}" for end in ("linear_in.weight", "linear_out.weight", "weight_magnitude"))
+        yield from written.natives(*names, rows_of_lengths(module.weight, ranks, module.name))
+
+    def _ranks(self, native: NativeTensor) -> int:
+        """That share it."""
+        return EXPERT_RANKS if native.of_experts else self._layout.tp
+
+    def _low(self, part: str) -> LowRank:
+        info = self._header.adapter
+        assert info is not None
+        return info.weights[next(of_each_expert(part, self._header.config.experts.count))]
 
 
-def _is_fused(weights: Mapping[str, NativeTensor], info: AdapterInfo) -> bool:
-    """Whether every module that Megatron fuses has one A for all of its weights, which is Bridge's LoRA."""
-    changed = [weight for weight in weights.values() if any(name in info.weights for name in weight.parts)]
-    return all(
-        len({info.weights[name].a for name in weight.parts if name in info.weights}) == 1
-        and all(name in info.weights for name in weight.parts)
-        for weight in changed
-    )
+def targets(modules: Sequence[BridgeModule], table: Family, config: ModelConfig) -> list[str]:
+    """What Bridge finds the modules by: their last words, or a pattern where that would find those of other places too.
+
+    Linear layers of an MLP are called the same in one that all tokens pass, in experts and in shared experts.
+    """
+    natives = adaptable_weights(table, config, CORE)
+    everywhere = {_place_of(name.removesuffix(".weight")) for name in natives}
+    ours = {
+        _place_of(module.name.replace(".mlp.experts.linear", ".mlp.experts.local_experts.0.linear"))
+        for module in modules
+    }
+    found = set()
+    for module in modules:
+        word = module.name.rpartition(".")[2]
+        place = _place_of(module.name)
+        alone = all(other in ours for other in everywhere if other.rpartition(".")[2] == word)
+        called = word if alone else f"*.{place}"
+        found.add(called.removesuffix(word) + (_TARGETS[module.kind] if module.kind else word))
+    return sorted(found)
 
 
-def _modules(
-    weights: Mapping[str, NativeTensor], info: AdapterInfo, tp: int, *, fused: bool
-) -> Iterator[tuple[str, NativeTensor, LowRank]]:
-    """(name of an adapter, the weight that it is for, its matrices)."""
-    for native_name, weight in weights.items():
-        name = f"{native_name.removesuffix('.weight')}{ADAPTER}".removesuffix(".")
-        if fused or len(weight.parts) == 1:
-            low = module_of(weight, info)
-            if low is not None:
-                yield name, weight, low
-            continue
-        for part in weight.parts:
-            if part in info.weights:
-                kind = part.split(".")[-2]
-                yield f"{name}.adapter_{kind}", canonical_part(weight, kind, tp, native_name), info.weights[part]
+def _place_of(name: str) -> str:
+    """Of a module in its layer, with a pattern for an expert's number: `mlp.experts.local_experts.*.linear_fc1`."""
+    return _NUMBER.sub(".*.", name.split(".", 3)[3])
 
 
-def _chunks(matrices: Sequence[NativeTensor], header: Header, tp: int) -> tuple[list[PlannedChunk], dict[str, Shape]]:
-    """(chunks, shapes of whole tensors by key). Raises NotExpressible where only some of the layers have a module's adapter."""
-    stacked, chunks, shapes = stacks_layers(header.config), list[PlannedChunk](), dict[str, Shape]()
-    layers: Counter[str] = Counter()
-    for matrix in matrices:
-        key, at = stack(matrix.name, layers=stacked)
-        chunks += chunks_of(matrix, key, at, native_dtype(header, matrix), tp)
-        shapes[key] = (*(header.config.layer_count for _ in at), *matrix.shape)
-        layers[key] += 1
-    for key, count in layers.items():
-        if stacked and count != header.config.layer_count:
-            raise NotExpressible(
-                f"{key}: {count} of {header.config.layer_count} layers have this adapter; Megatron-Bridge saves all layers in one "
-                "tensor. Merge the adapter into its base (--adapter) instead"
-            )
-    return chunks, shapes
-
-
-def _target(name: str) -> str:
-    """What Bridge's target_modules call the module of an adapter."""
-    module, _, kind = name.rpartition(f"{ADAPTER}adapter_")
-    return _TARGETS.get(kind, kind) if module else name.removesuffix(ADAPTER.rstrip(".")).rpartition(".")[2]
-
-
-def _run_config(layout: Layout, kind: str, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> bytes:
+def _run_config(
+    layout: Layout, kind: str, info: AdapterInfo, names: Sequence[str], *, grouped: bool
+) -> dict[str, object]:
     """What Bridge reads of a run that saved an adapter."""
-    settings = {
-        "model": {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp},
+    low = next(iter(info.weights.values()))
+    return {
+        "model": {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "expert_tensor_parallel_size": EXPERT_RANKS,
+            "moe_grouped_gemm": grouped,
+        },
         "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
         "peft": {
             "_target_": kind,
-            "target_modules": list(targets),
-            "dim": rank,
-            "alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "dropout": dropout,
+            "target_modules": list(names),
+            "dim": low.rank,
+            "alpha": int(low.alpha) if low.alpha == int(low.alpha) else low.alpha,
+            "dropout": info.dropout,
         },
     }
-    return yaml_bytes(settings)

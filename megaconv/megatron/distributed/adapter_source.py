@@ -2,11 +2,15 @@
 
     decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight             [layers, rank, in]        LoRA: one A for q, k, v
     decoder.layers.self_attention.linear_qkv.adapter.linear_out.weight            [layers, out, rank]       rows as the weight has them
+    decoder.layers.self_attention.linear_qkv.adapter.weight_magnitude             [layers, out]             DoRA
     decoder.layers.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight                             CanonicalLoRA: one for each
     decoder.layers.mlp.linear_fc1.adapter.adapter_gate.linear_out.weight
+    decoder.layers.mlp.experts.experts.linear_fc2.adapter.linear_in.weight        [layers, rank, in]        grouped experts: one for all
+    decoder.layers.mlp.experts.experts.linear_fc2.adapter.linear_in.weight        [layers, experts, rank, in]     sequential: one for each
 
-run_config.yaml has its alpha (`peft: {_target_: megatron.bridge.peft.lora.LoRA, dim: 32, alpha: 32 ...}`). Source: lora.py,
-canonical_lora.py, utils.py and adapter_wrapper.py in megatron/bridge/peft, checkpointing.py in megatron/bridge/training.
+run_config.yaml has its alpha (`peft: {_target_: megatron.bridge.peft.lora.LoRA, dim: 32, alpha: 32 ...}`). Source: lora.py, dora.py,
+dora_layers.py, canonical_lora.py, utils.py and adapter_wrapper.py in megatron/bridge/peft, checkpointing.py in megatron/bridge/training,
+0.3.1; sharded_state_dict() of megatron/core/transformer/moe/experts.py.
 """
 
 import re
@@ -18,11 +22,12 @@ from formats.chunked import ChunkedTensor
 from formats.errors import CorruptCheckpoint, UnsupportedInput
 from formats.tensor import Box, LazyTensor
 from formats.yaml_file import read_yaml
-from megaconv.engine.adapters.translation import Pair, linear_weights, open_pairs, part_of
+from megaconv.engine.adapters.translation import Pair, adaptable_weights, of_all_experts, open_pairs, part_of
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.megatron.distributed.adapter_fit import require_dora_fits
 from megaconv.megatron.distributed.keys import EXTRA_STATE, model_tensors, unstack
 from megaconv.megatron.distributed.run_config import RUN_CONFIG
 from megaconv.model.ir import OpenedSource
@@ -36,8 +41,12 @@ ADAPTER = ".adapter."
 """In the names of an adapter's tensors."""
 LORA, CANONICAL = "megatron.bridge.peft.lora.LoRA", "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
 OPTION = "lora_alpha"
-_MATRIX = re.compile(r"(.+)\.adapter\.(?:adapter_(\w+)\.)?linear_(in|out)\.weight")
+DORA = "megatron.bridge.peft.dora.DoRA"
+_TENSOR = re.compile(r"(.+)\.adapter\.(?:(?:adapter_(\w+)\.)?linear_(in|out)\.weight|weight_(magnitude))")
+_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(?!\d)(.+)")
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _MOST_RANKS = 1 << 16
+_GROUPED = "grouped."
 
 
 class Settings(NamedTuple):
@@ -46,7 +55,9 @@ class Settings(NamedTuple):
     alpha: float
     dropout: float
     tp: int
-    """Of the run that saved it."""
+    """Of the run that saved it; 0 where nobody says it."""
+    etp: int
+    dora: bool = False
 
 
 def is_adapter(tensors: Mapping[str, ChunkedTensor]) -> bool:
@@ -64,12 +75,15 @@ def open_adapter_source(version: Path, tensors: Mapping[str, ChunkedTensor], opt
             "Hugging Face directory of its base, and --saver peft",
             code="config-needed",
         )
-    family, config = read_config(directory / CONFIG_NAME)
+    table, config = read_config(directory / CONFIG_NAME)
     settings = _settings(version, options)
-    pairs = _pairs(version, tensors, linear_weights(family, config, CORE), settings)
+    pairs = list(_pairs(version, tensors, adaptable_weights(table, config, CORE), settings))
+    if settings.dora:
+        require_dora_fits(table, config, {name for pair in pairs for name in pair.weight.parts}, settings.tp)
+    kind = "DoRA" if settings.dora else "LoRA"
     return open_pairs(
-        family, config, pairs,
-        base="", dropout=settings.dropout, source="core, torch_dist format of Megatron-Bridge, LoRA", where=str(version),
+        config, pairs,
+        base="", dropout=settings.dropout, source=f"core, torch_dist format of Megatron-Bridge, {kind}", where=str(version),
     )  # fmt: skip
 
 
@@ -80,21 +94,30 @@ def _settings(version: Path, options: LoadOptions) -> Settings:
             raise UsageError(
                 f"{version}: has no {RUN_CONFIG}, which says the alpha of its LoRA; give --option {OPTION}=NUMBER"
             )
-        return Settings(_positive(options.extra[OPTION], f"--option {OPTION}"), 0.0, 0)
+        return Settings(_positive(options.extra[OPTION], f"--option {OPTION}"), 0.0, 0, 0)
     settings = read_yaml(path)
     sections = settings if isinstance(settings, dict) else {}
     peft, model = sections.get("peft"), sections.get("model")
     if not isinstance(peft, dict):
         raise CorruptCheckpoint(f"{path}: has no `peft:` with the settings of its adapter")
     kind = str(peft.get("_target_", LORA))
-    if kind not in (LORA, CANONICAL):
-        raise UnsupportedInput(f"{path}: an adapter of {kind}; only LoRA and CanonicalLoRA are translated")
+    if kind not in (LORA, CANONICAL, DORA):
+        raise UnsupportedInput(f"{path}: an adapter of {kind}; only LoRA, CanonicalLoRA and DoRA are translated")
     dropout = peft.get("dropout", 0.0)
-    tp = model.get("tensor_model_parallel_size", 1) if isinstance(model, dict) else 0
-    if not isinstance(dropout, (int, float)) or type(tp) is not int or not 0 <= tp <= _MOST_RANKS:
-        raise CorruptCheckpoint(f"{path}: dropout {dropout!r:.40} with tensor_model_parallel_size {tp!r:.40}")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+        raise CorruptCheckpoint(f"{path}: dropout {dropout!r:.40}: expected a number from 0 to 1")
+    tp = _ranks(path, model, "tensor_model_parallel_size") or 1
+    etp = _ranks(path, model, "expert_tensor_parallel_size") or tp
     alpha = options.extra.get(OPTION, peft.get("alpha"))
-    return Settings(_positive(alpha, f"{path}: peft: alpha"), float(dropout), tp)
+    return Settings(_positive(alpha, f"{path}: peft: alpha"), float(dropout), tp, etp, kind == DORA)
+
+
+def _ranks(path: Path, model: Any, name: str) -> int:
+    """0 where nothing is said of them."""
+    found = model.get(name) if isinstance(model, dict) else None
+    if found is not None and (type(found) is not int or not 1 <= found <= _MOST_RANKS):
+        raise CorruptCheckpoint(f"{path}: {name} {found!r:.40}: expected a number of ranks")
+    return found or 0
 
 
 def _positive(word: Any, what: str) -> float:
@@ -110,48 +133,91 @@ def _positive(word: Any, what: str) -> float:
 def _pairs(
     version: Path, tensors: Mapping[str, ChunkedTensor], weights: Mapping[str, NativeTensor], settings: Settings
 ) -> Iterator[Pair]:
-    matrices: dict[tuple[str, str], dict[str, LazyTensor]] = {}
+    held: dict[tuple[str, str], dict[str, LazyTensor]] = {}
     named = {name: tensor for name, tensor in model_tensors(tensors)[0].items() if EXTRA_STATE not in name}
-    if any(".experts." in name for name in named):
-        raise UnsupportedInput(
-            f"{version}: has adapters of experts, whose tensors Megatron-Bridge has saved in several ways; they are not translated"
-        )
-    for name, tensor in unstack(named).items():
-        found = _MATRIX.fullmatch(name)
-        if found is None or f"{found[1]}.weight" not in weights:
+    for name, tensor in unstack({_grouped(name, tensor): tensor for name, tensor in named.items()}).items():
+        found = _TENSOR.fullmatch(name)
+        if found is None or _first_of(f"{found[1]}.weight") not in weights:
             raise TensorMismatch(
                 f"{version}: {name} is no adapter of a linear layer of the model", code="unknown-tensor"
             )
-        matrices.setdefault((found[1], found[2] or ""), {})[found[3]] = tensor
-    for (module, kind), held in matrices.items():
+        held.setdefault((found[1], found[2] or ""), {})[found[3] or found[4]] = tensor
+    for (module, kind), parts in held.items():
         name = f"{module}{ADAPTER}{f'adapter_{kind}' if kind else ''}".rstrip(".")
-        if {"in", "out"} != held.keys():
+        if not {"in", "out"} <= parts.keys():
             raise TensorMismatch(f"{version}: {name} has only one of its two matrices", code="missing-tensor")
-        weight = weights[f"{module}.weight"]
-        if kind:
-            weight = canonical_part(weight, kind, settings.tp, f"{version}: {name}")
-        yield Pair(weight, held["in"], held["out"], settings.alpha, name)
+        if settings.dora != ("magnitude" in parts):
+            has = "no" if settings.dora else "a"
+            raise TensorMismatch(f"{version}: {name} has {has} weight_magnitude, its settings say otherwise")
+        native = f"{module}.weight"
+        weight = weights[_first_of(native)]
+        if _first_of(native) != native:
+            weight = of_all_experts(weight)
+        ranks = settings.etp if weight.of_experts else settings.tp
+        where = f"{version}: {name}"
+        rows = rows_of_b(weight, kind, ranks, where)
+        lengths = rows_of_lengths(weight, ranks, where) if settings.dora else None
+        yield Pair(rows, parts["in"], parts["out"], settings.alpha, name, parts.get("magnitude"), lengths)
 
 
-def canonical_part(weight: NativeTensor, kind: str, tp: int, where: str) -> NativeTensor:
-    """The part of a fused weight that `adapter_<kind>` is for, with its rows as a run on tp ranks saves the adapter's B.
+def _grouped(name: str, tensor: ChunkedTensor) -> str:
+    """With another word in the place of the second `experts` where no axis counts them."""
+    found, stacked = _EXPERTS.fullmatch(name), _LAYER.match(name) is None
+    if found is None or len(tensor.shape) != 2 + stacked:
+        return name
+    return f"{found[1]}{_GROUPED}{found[2]}"
 
-    Megatron-Bridge saves B of linear_fc1 as if it were [gate; up] on every rank, also where it is only one of them: the first half of
-    each rank's rows comes before all second halves. tp 0: unknown, which is an error for these.
+
+def _first_of(native: str) -> str:
+    """The first expert's weight in the place of all experts' of a grouped layer."""
+    return native.replace(f".experts.{_GROUPED}", ".experts.local_experts.0.")
+
+
+def rows_of_b(weight: NativeTensor, kind: str, ranks: int, where: str) -> NativeTensor:
+    """The weight, or that part of a fused one that `adapter_<kind>` is for, with its rows as a run on so many ranks saves B.
+
+    Megatron-Bridge saves B of linear_fc1 as if it were [gate; up] on every rank, also where it is only one of them, or the layer has
+    no gate: the first half of each rank's rows comes before all second halves. ranks 0: unknown, which is an error for these.
     """
-    name = next((name for name in weight.parts if name.endswith(f".{kind}.weight")), None)
-    if name is None or len(weight.parts) < 2:
-        raise TensorMismatch(f"{where}: {weight.name} has no part of this name", code="unknown-tensor")
-    part = part_of(weight, name)
-    if kind not in ("gate", "up") or tp == 1:
+    part = weight
+    if kind:
+        name = next((name for name in weight.parts if name.endswith(f".{kind}.weight")), None)
+        if name is None or len(weight.parts) < 2:
+            raise TensorMismatch(f"{where}: {weight.name} has no part of this name", code="unknown-tensor")
+        part = part_of(weight, name)
+    if not is_fc1(weight) or len(part.parts) > 1 or ranks == 1:
         return part
-    if tp == 0:
-        raise UsageError(f"{where}: its rows lie by the tensor-parallel size of its run, which only {RUN_CONFIG} says")
-    rows, ins = part.shape
-    half = divide(rows, 2 * tp, "rows of an adapter of linear_fc1", "tensor parallel size (tp), in two halves")
+    _require_known(ranks, where)
+    (name,), (rows, ins) = part.parts, part.shape
+    half = divide(rows, 2 * ranks, "rows of an adapter of linear_fc1", "tensor parallel size (tp), in two halves")
     regions = tuple(
-        Region(Box((2 * rank + second) * half, (2 * rank + second + 1) * half, 0, ins), (second * tp + rank) * half)
-        for rank in range(tp)
+        Region(Box((2 * rank + second) * half, (2 * rank + second + 1) * half, 0, ins), (second * ranks + rank) * half)
+        for rank in range(ranks)
         for second in (0, 1)
     )
     return part._replace(parts={name: regions})
+
+
+def rows_of_lengths(weight: NativeTensor, ranks: int, where: str) -> NativeTensor:
+    """The weight with its rows as a run saves DoRA's magnitudes: those of [gate; up] as each rank has them, one rank after the other."""
+    if not is_fc1(weight) or len(weight.parts) == 1 or ranks == 1:
+        return weight
+    _require_known(ranks, where)
+    rows, ins = weight.shape
+    half = divide(rows, 2 * ranks, "magnitudes of linear_fc1", "tensor parallel size (tp), in two halves")
+    parts = {
+        name: tuple(
+            Region(Box(rank * half, (rank + 1) * half, 0, ins), (2 * rank + number) * half) for rank in range(ranks)
+        )
+        for number, name in enumerate(weight.parts)
+    }
+    return weight._replace(parts=parts)
+
+
+def is_fc1(weight: NativeTensor) -> bool:
+    return "linear_fc1" in weight.name
+
+
+def _require_known(ranks: int, where: str) -> None:
+    if ranks == 0:
+        raise UsageError(f"{where}: its rows lie by the tensor-parallel size of its run, which only {RUN_CONFIG} says")

@@ -27,6 +27,8 @@ from megaconv.model.training import TrainingState
 from megaconv.options import SaveOptions
 
 FOR, BRIDGE = "for", "megatron-bridge"
+ADAPTER_KIND, FUSED = "lora", "fused"
+"""An option, and its value: one A for each fused layer, which is Bridge's LoRA, also where it has to be put together."""
 CONTENT = {"singleton_local_shards": False}
 """content_metadata of common.pt, into which Bridge puts something of its own before it reads any tensor."""
 _TOKENIZER = "megatron.bridge.training.tokenizers.config.TokenizerConfig"

@@ -9,15 +9,16 @@ from megatron_lite.data.tokenizer import HuggingFaceTokenizer, RustTokenizer, To
 SENTINEL = "<extra_id_{}>"
 
 
-def vocabulary(tokenizer: Tokenizer, needed: tuple[str, ...]) -> Vocabulary:
+def vocabulary(
+    tokenizer: Tokenizer, needed: tuple[str, ...], why: str = "hidden words need a tokenizer with a mask"
+) -> Vocabulary:
     """needed: names of special tokens without which there is nothing to train: `cls`, `sep`, `mask`, `pad`, `bos`, `eos`.
 
+    why: what is said of a tokenizer that has none of these.
     Raises UsageError for a tokenizer that lacks one.
     """
     if not isinstance(tokenizer, (RustTokenizer, HuggingFaceTokenizer)):
-        raise UsageError(
-            "hidden words need a tokenizer with a mask: --tokenizer-type BertWordPieceLowerCase --vocab-file"
-        )
+        raise UsageError(f"{why}: --tokenizer-type BertWordPieceLowerCase --vocab-file")
     special = {name: tokenizer.special(name) for name in ("cls", "sep", "mask", "pad", "bos", "eos")}
     missing = [name for name in needed if special[name] is None]
     if missing:

@@ -87,7 +87,7 @@ def _qqp_test(row: _Row) -> Example:
 def _left_out(row: _Row) -> str | None:
     """Why Megatron leaves a line out, where it does: QQP has some broken ones."""
     if len(row.columns) != _QQP_COLUMNS:
-        return f"{len(row.columns)} columns"
+        return f"has {len(row.columns)} of {_QQP_COLUMNS} columns"
     return None if all(clean(row.columns[column]) for column in _QQP_TEXTS) else "an empty question"
 
 

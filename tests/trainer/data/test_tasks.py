@@ -66,7 +66,10 @@ def test_qqp_has_its_questions_in_columns_3_and_4_and_broken_lines_are_left_out(
     ]
     found = read_qqp(write(tmp_path / "train.tsv", lines))
     assert found.examples == [Example(("a",), "b", 1)]
-    assert found.left_out == [f"{tmp_path}/train.tsv:3: 1 columns", f"{tmp_path}/train.tsv:4: an empty question"]
+    assert found.left_out == [
+        f"{tmp_path}/train.tsv:3: has 1 of 6 columns",
+        f"{tmp_path}/train.tsv:4: an empty question",
+    ]
     test = [columns(3), columns(3, c0="0", c1="a", c2="b")]
     assert read_qqp(write(tmp_path / "test.tsv", test)).examples == [Example(("a",), "b", 0)]
 

@@ -131,7 +131,7 @@ def test_a_run_on_a_task_goes_on_to_the_same_bits(tmp_path: Path, pretrained: Pr
     command = f"finetune --task QQP --train-data train.tsv --valid-data dev.tsv {COMMON} --micro-batch-size 2 --dp-is-2 --epochs 2"
     command = command.replace(" --dp-is-2", " --use-distributed-optimizer --keep-last-batch")
     first = train(tmp_path, 2, f"{command} --save straight").log(0)
-    assert "warning: train.tsv: 1 line left out, as by Megatron: train.tsv:3: 1 columns" in first
+    assert "warning: train.tsv: 1 line left out, as by Megatron: train.tsv:3: has 1 of 6 columns" in first
     straight = losses(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     train(tmp_path, 2, f"{command} --save parted --exit-interval 3")
@@ -169,11 +169,13 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "files": ("--train-data train.tsv", "--task MNLI learns from --train-data, which is missing"),
     "other data": ("--epochs 1", "--task MNLI learns from --train-data; leave --data-path out"),
     "a batch": ("--global-batch-size 4", "--train-data has 3 examples, fewer than a batch of 8; --keep-last-batch makes one of them"),
+    "evaluations": ("--model-type bert", "--eval-iters: evaluations are of --valid-data, which is missing; leave it out"),
     "the model": ("--model-type bert", "--model-type gpt contradicts the checkpoint, which is a bert"),
 }  # fmt: skip
 INSTEAD = {
     "other data": "--epochs 1 --data-path x",
     "a batch": "--global-batch-size 8",
+    "evaluations": "--eval-iters 2",
     "the model": "--model-type gpt",
 }
 

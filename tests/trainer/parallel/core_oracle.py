@@ -77,6 +77,7 @@ def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float
     args = read_rank_file(min(version.glob("mp_rank_*/model_optim_rng.pt")))["args"]
     (model,) = load_chunks(args, version)
     model.output_layer.gather_output = False  # built for logits, not for a loss
+    model.config.mtp_num_layers = args.mtp_num_layers  # taken away for the same reason
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     model.config.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(

@@ -53,6 +53,9 @@ MODELS = {
     "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
     "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
     "further tokens": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2}),
+    "further tokens, tied": from_fields(
+        "deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2, "tie_embeddings": True}
+    ),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }

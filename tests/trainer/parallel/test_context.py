@@ -254,6 +254,21 @@ def test_a_rank_keeps_its_share_of_the_activations(word: str, world: World) -> N
         assert 0.4 * alone < shared < 0.52 * alone
 
 
+def test_heads_for_tokens_drop_what_tensor_ranks_with_these_heads_do(world: World) -> None:
+    """Whoever has the second half of the heads draws the same for them."""
+    dropout, a2a = ("attention_dropout", 0.3), ("context", "a2a")
+    case = Case("gpt2", steps=3)
+    plain, by_tensor, by_context, again = (
+        world.run(2, train, replace(case, **layout, options=options))[0].losses
+        for layout, options in (
+            ({"tp": 2}, ()), ({"tp": 2}, (dropout,)), ({"cp": 2}, (dropout, a2a)), ({"cp": 2}, (dropout, a2a)),
+        )
+    )  # fmt: skip
+    assert by_context == pytest.approx(by_tensor, rel=1e-5)
+    assert by_context == again
+    assert by_context != pytest.approx(plain, rel=1e-3)
+
+
 def logits(_rank: int, case: Case) -> torch.Tensor | None:
     engine = make_engine(case)
     found = engine.logits(next(batches(case, 0)))

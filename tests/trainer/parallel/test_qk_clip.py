@@ -195,6 +195,6 @@ def test_every_layout_clips_as_one_process_does(case: Case, world: World) -> Non
     for found in world.run(case.world, train, case):
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
         assert [report.largest_score for report in found.reports] == pytest.approx(
-            [report.largest_score for report in expected.reports], rel=1e-4
+            [report.largest_score for report in expected.reports], rel=1e-3
         )
     assert expected.reports[0].largest_score > CLIP.threshold

@@ -11,14 +11,22 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import megaconv
-from megaconv.model.layout import Layout
+from megaconv.families import families
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megaconv.model.layout import Layout, padded_vocab
+from megaconv.model.naming import CORE
+from megaconv.model.natives import native_tensors
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import ACCURACY, Bert
+from megatron_lite.models.plan import make_plan
+from megatron_lite.models.rng import Seed
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
-from tests.trainer.parallel.test_bert import Case
+from tests.trainer.parallel.test_bert import CONFIG, Case
 from tests.trainer.parallel.worlds import World
 
 pytestmark = pytest.mark.oracle
@@ -184,6 +192,45 @@ MORE_LAYOUTS = [
         Case(tp=4, sequence=True),
     )
 ]  # fmt: skip
+
+
+def config_of(kind: Kind) -> ModelConfig:
+    heads = {"head.activation": "", "head.binary": False, "tie_embeddings": False}
+    return changed(CONFIG, {**heads, "head.classes": 3} if kind is CLASSES else {**heads, "head.choices": True})
+
+
+@pytest.mark.parametrize("kind", [CLASSES, CHOICES], ids=lambda kind: kind.model)
+def test_parameters_are_named_and_cut_as_the_table_says(kind: Kind) -> None:
+    config, rows = config_of(kind), families()["bert"].rows
+    for tp, pp in ((1, 1), (2, 1), (2, 2)):
+        layout = Layout(tp, pp, 1, stage_layers=(2 // pp,) * pp)
+        for chunk in layout.chunks():
+            plan = make_plan(config, layout, ModelOptions(vocab_divisor=8), TensorGroup(None, 0, tp, True))
+            with torch.device("meta"):
+                found = {name: tuple(parameter.shape) for name, parameter in Bert(plan, chunk).named_parameters()}
+            natives = native_tensors(rows, config, CORE, layout, 0, chunk, padded_vocab(config.vocab, 8, tp))
+            assert found == {native.name: native.shape for native in natives}
+
+
+def test_a_heads_dropout_is_that_of_hidden_states() -> None:
+    """Of the pooled token, whose elements are 0 or twice as large at 0.5."""
+    plan = make_plan(
+        config_of(CLASSES), Layout(stage_layers=(2,)), ModelOptions("float32", hidden_dropout=0.5), TensorGroup()
+    )
+    network = Bert(plan, next(iter(Layout(stage_layers=(2,)).chunks())))
+    head, hidden = network.classification_head, torch.randn(4, 5, 32)
+    assert head is not None
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(0.0)
+        assert network.pooler is not None
+        network.pooler.dense.bias.fill_(1.0)
+        head.weight.fill_(1.0)
+        whole, dropped = network.scores(hidden, 5), network.scores(hidden, 5, Seed(1))
+    kept = (dropped / torch.tanh(torch.tensor(1.0))) / 2
+    assert torch.allclose(whole, torch.tanh(torch.tensor(1.0)) * 32)
+    assert torch.allclose(kept, kept.round(), atol=1e-4)
+    assert 5 < kept[:, 0].min() < kept[:, 0].max() < 27
 
 
 def shown(value: Kind | Case) -> str:

@@ -137,6 +137,18 @@ EXAMPLES_OF_MEGATRON = {
         transformer-impl tensor-model-parallel-size pipeline-model-parallel-size attention-backend data-path vocab-file
         tokenizer-type split log-interval tensorboard-dir save-interval eval-interval eval-iters distributed-backend save load
         """,
+    "race": """
+        task seed train-data valid-data tokenizer-type vocab-file epochs pretrained-checkpoint tensor-model-parallel-size
+        num-layers hidden-size num-attention-heads micro-batch-size lr lr-decay-style lr-warmup-fraction seq-length
+        max-position-embeddings save-interval save log-interval eval-interval eval-iters weight-decay clip-grad hidden-dropout
+        attention-dropout fp16
+        """,
+    "mnli": """
+        task seed train-data valid-data tokenizer-type vocab-file epochs pretrained-checkpoint tensor-model-parallel-size
+        num-layers hidden-size num-attention-heads micro-batch-size lr lr-decay-style lr-warmup-fraction seq-length
+        max-position-embeddings save-interval save log-interval eval-interval eval-iters weight-decay fp16
+        """,
+    "tasks/main.py": "task epochs pretrained-checkpoint keep-last train-data valid-data overlapping-eval strict-lambada load",
     "mixtral 8x7B": """
         use-mcore-models disable-bias-linear seq-length max-position-embeddings num-layers hidden-size ffn-hidden-size
         num-attention-heads init-method-std attention-dropout hidden-dropout normalization position-embedding-type swiglu
@@ -149,13 +161,28 @@ EXAMPLES_OF_MEGATRON = {
         tensorboard-dir no-load-optim no-load-rng
         """,
 }
-"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama, examples/bert, examples/t5 and examples/mixtral."""
+"""Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama, examples/bert, examples/t5 and examples/mixtral, of its scripts
+that finetune on RACE and MNLI, and of tasks/main.py as far as its tasks are here."""
 
 
 @pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
 def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
     known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | set(REFUSED)
     assert not {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known
+
+
+def test_a_keep_last_without_a_number_is_that_of_megatrons_tasks() -> None:
+    for words in ("--keep-last", "--keep-last --lr 1", "--lr 1 --keep-last"):
+        found = settings(words)
+        assert (found.tasks.keep_last_batch, found.checkpointing.keep_last) == (True, None)
+    both = settings("--keep-last-batch --keep-last 3 --lr 1")
+    assert (both.tasks.keep_last_batch, both.checkpointing.keep_last) == (True, 3)
+
+
+def test_a_choice_may_be_said_in_any_case() -> None:
+    assert [settings(f"--task {word}").tasks.task for word in ("mnli", "Race", "QQP")] == ["MNLI", "RACE", "QQP"]
+    with pytest.raises(UsageError, match="invalid choice: 'sst'"):
+        settings("--task sst")
 
 
 BERT = "--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --train-iters 1"
@@ -240,6 +267,7 @@ def test_a_t5_that_can_not_be_shared_out_is_refused(words: str, message: str) ->
         ("--model-type bert --mock-data", "there are no random sentences; give --data-path"),
         ("--mask-prob 0.2", "--mask-prob has no part in a gpt: it is about another --model-type"),
         ("--bert-no-binary-head", "--bert-no-binary-head has no part in a gpt"),
+        ("--task MNLI", "--task has no part in a gpt: it is about another --model-type"),
     ],
 )
 def test_flags_that_a_kind_of_model_has_no_use_for_are_refused_by_name(words: str, message: str) -> None:

@@ -1,0 +1,279 @@
+"""Records of one kind in a row, as `.metadata` has them by the thousand: one's instructions are followed once, for all of them.
+
+    (class) )\\x81}(h.j....h.j....ub (class) )\\x81}(h.j....h.j....ub (class) ...
+
+Where instructions repeat, but for the numbers and names in them and what they refer back to, each is carried out on columns:
+lists of what the stack would have there in each repetition. A regular expression finds the repetitions and list
+comprehensions follow them, at a quarter of what the loop in `pickle_run` takes.
+
+What can be repeated are records with attributes: numbers, names, sizes, and what the memo had before. Whatever else there is,
+and all that is wrong, is left to that loop, from where the repetitions begin: so a pickle gives the same value, or the same
+error, either way.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any
+
+from formats.pickle_globals import MalformedError, check_key, naturals
+from formats.pickle_machine import Machine
+from formats.pickle_records import Global, Opaque
+
+Column = list[Any]
+
+_REFERENCE, _NUMBER, _NAME, _INSTANCE = b"rns)"
+_OTHERS = b"N}(ubt\x85\x86\x87R\x94"
+"""Kinds of instructions: letters of our own for those with operands; of others the instruction's byte."""
+_LONG, _INTEGER4 = b"\x8aJ"
+_LONGS = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(9))
+_PATTERNS = (
+    {
+        _REFERENCE: rb"(h.|j.{4})",
+        _NUMBER: rb"(K.|M..|J.{4}|\x8a(?:" + _LONGS + rb"))",
+        _NAME: rb"\x8c(.[ -~]*)(?=\x94)",  # with what follows every text that Python writes; its length is compared afterwards
+        _INSTANCE: rb"\)\x81",
+    }
+    | {code: re.escape(bytes([code])) for code in _OTHERS}
+)
+"""By kind, what an instruction looks like: its operand is a group."""
+_REST = rb"(.+)"
+"""What a search takes in one piece where nothing else fits, so that it doesn't look for it further on."""
+_KINDS = re.compile(
+    b"|".join(
+        [*(_PATTERNS[kind] for kind in (_REFERENCE, _NUMBER, _NAME)), rb"(\)\x81|[%b])" % re.escape(_OTHERS), _REST]
+    ),
+    re.DOTALL,
+)
+_TWICE = re.compile(rb"(\).{2,}?r)\1", re.DOTALL)
+"""Instructions, by kind, from an instance to the reference to the class of the next one, and the same once more."""
+_WINDOW = 1 << 9
+"""Bytes in which these are looked for: a chunk's index and place, which are the longest, take 150."""
+_FEWEST = 8
+"""Repetitions that are worth it."""
+_MOST_PATTERNS = 64
+"""Of one pickle: to compile one takes as long as to follow a thousand instructions. `.metadata` has some ten."""
+_PAUSE, _LONGEST_PAUSE = 1 << 7, 1 << 12
+"""Bytes without a further look after one that found nothing, twice as many after each next one."""
+
+
+class Columns:
+    """Looks for repetitions in one machine's pickle, and follows them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._patterns: dict[bytes, re.Pattern[bytes]] = {}
+        self._pause = _PAUSE
+        self.next_look = machine.position if machine.by_columns else machine.end
+        """Not before this position."""
+
+    def follow(self, start: int, until: int) -> bool:
+        """Follow what repeats from `start` on and ends before `until`; False if there is nothing, and nothing has changed.
+
+        At start is what makes an instance (`)\\x81`) of the class on top of the stack; a class is on top afterwards, too.
+        """
+        kinds, rows, end = self._rows(start, until)
+        if len(rows) >= _FEWEST and _follow(self._machine, kinds, rows, end):
+            self._pause = _PAUSE
+            return True
+        self.next_look = max(end, start + self._pause)  # so that looking never takes longer than following would
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return False
+
+    def _rows(self, start: int, until: int) -> tuple[bytes, list[tuple[bytes, ...]], int]:
+        """(kinds of the instructions that repeat, their operands in each repetition, where the last one ends)."""
+        data = self._machine.data
+        found = _TWICE.match(_kinds(data[start : min(until, start + _WINDOW)]))
+        if found is None or (found[1] not in self._patterns and len(self._patterns) == _MOST_PATTERNS):
+            return b"", [], start
+        kinds = found[1]
+        if kinds not in self._patterns:
+            wanted = b"".join([_PATTERNS[kind] for kind in kinds])
+            self._patterns[kinds] = re.compile(wanted + b"|" + _REST, re.DOTALL)
+        rows: list[tuple[bytes, ...]] = self._patterns[kinds].findall(data, start, until)
+        rest = len(rows[-1][-1])
+        return kinds, rows[:-1] if rest else rows, until - rest
+
+
+def _kinds(data: bytes) -> bytes:
+    """Of the instructions that data begins with, up to one that can't be repeated."""
+    found: list[tuple[bytes, ...]] = _KINDS.findall(data)
+    return b"".join(
+        [b"r" if ref else b"n" if number else b"s" if name else code[:1] for ref, number, name, code, _ in found]
+    )
+
+
+def _follow(machine: Machine, kinds: bytes, rows: list[tuple[bytes, ...]], end: int) -> bool:
+    """Bring the machine to `end`; False, and nothing has changed, where something is unusual or wrong."""
+    *operands, _ = zip(*rows, strict=True)
+    try:
+        repetitions = _Repetitions(machine, operands)
+        for kind in kinds:
+            _STEPS[kind](repetitions)
+        repetitions.finish(end)
+    except (LookupError, TypeError, ValueError):
+        return False
+    return True
+
+
+@lru_cache(1 << 14)
+def _number(instruction: bytes) -> int:
+    """What an instruction pushes, or by what it refers to the memo."""
+    code, digits = instruction[0], instruction[1:]
+    if code == _LONG:
+        return int.from_bytes(digits[1:], "little", signed=True)
+    return int.from_bytes(digits, "little", signed=code == _INTEGER4)
+
+
+class _Same(Column):
+    """A column of one value."""
+
+
+class _Repetitions:
+    """What a machine is, for all repetitions at once: its stack holds columns. The machine itself changes in `finish` alone.
+
+    Raises ValueError, TypeError or LookupError for what can't be repeated, or is wrong.
+    """
+
+    def __init__(self, machine: Machine, operands: list[tuple[bytes, ...]]) -> None:
+        """operands: of each instruction that has one, in all repetitions."""
+        self.machine, self.count = machine, len(operands[0])
+        self.operands = iter(operands)
+        self.made = self.copied = 0
+        self.memoized: list[Column] = []
+        self.instances: list[Column] = []
+        self.dicts: list[Column] = []
+        self.empty: list[Column] = []
+        """Those of `dicts` without a key."""
+        self.below: list[list[Column]] = []
+        classes = self._referred(operands[-1])  # a repetition ends with the class that the next one begins with
+        _require(isinstance(classes, _Same) and classes[0] is machine.stack[-1])
+        self.stack: list[Column] = [classes]
+
+    def _referred(self, instructions: tuple[bytes, ...]) -> Column:
+        memo, first = self.machine.memo, instructions[0]
+        if instructions.count(first) == self.count:
+            return _Same([memo[_number(first)]] * self.count)
+        return [memo[number] for number in map(_number, instructions)]
+
+    def reference(self) -> None:
+        self.stack.append(self._referred(next(self.operands)))
+
+    def number(self) -> None:
+        self.stack.append([*map(_number, next(self.operands))])
+
+    def name(self) -> None:
+        names = next(self.operands)
+        _require(all(len(name) == 1 + name[0] for name in names))
+        self.stack.append([name[1:].decode() for name in names])
+
+    def none(self) -> None:
+        self.stack.append(_Same([None] * self.count))
+
+    def instance(self) -> None:
+        classes = self.stack.pop()
+        kind = classes[0]
+        _require(isinstance(classes, _Same) and type(kind) is Global and kind.inert)
+        self.stack.append([Opaque(kind.module, kind.name, ()) for _ in classes])
+        self.instances.append(self.stack[-1])
+        self.made += 1
+
+    def empty_dict(self) -> None:
+        self.stack.append([{} for _ in range(self.count)])
+        self.dicts.append(self.stack[-1])
+        self.empty.append(self.stack[-1])
+        self.made += 1
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+        self.made += 1
+
+    def set_items(self) -> None:
+        """The same keys in all repetitions, each once: one dictionary is copied, and what isn't the same is set in the copies."""
+        items = self._to_mark()
+        target = self.stack[-1]
+        pairs = [(keys[0], values) for keys, values in zip(items[::2], items[1::2], strict=True)]
+        _require(_among(target, self.empty) and all(isinstance(keys, _Same) for keys in items[::2]))
+        for key, _ in pairs:
+            check_key(key)
+        first = {key: values[0] for key, values in pairs}
+        _require(len(first) == len(pairs))
+        self.empty = [column for column in self.empty if column is not target]
+        target[:] = [first.copy() for _ in target]  # in place: the column may be among those for the memo
+        for key, values in pairs:
+            if not isinstance(values, _Same):
+                for made, value in zip(target, values, strict=True):
+                    made[key] = value
+
+    def build(self) -> None:
+        states = self.stack.pop()
+        _require(_among(states, self.dicts) and _among(self.stack[-1], self.instances))
+        for made, state in zip(self.stack[-1], states, strict=True):
+            made.state = state
+        self.copied += sum(map(len, states))
+
+    def tuple_of_marked(self) -> None:
+        items = self._to_mark()
+        _require(len(items) > 0)
+        self.stack.append([*zip(*items, strict=True)])
+
+    def tuple_of_last(self, size: int) -> None:
+        _require(len(self.stack) >= size)
+        self.stack[-size:] = [[*zip(*self.stack[-size:], strict=True)]]
+        self.made += 1
+
+    def _to_mark(self) -> list[Column]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def call(self) -> None:
+        """torch.Size of a tuple: the one call that records have very many of."""
+        arguments, functions = self.stack.pop(), self.stack.pop()
+        _require(isinstance(functions, _Same) and functions[0] == _SIZE)
+        self.stack.append([naturals(*each) for each in arguments])
+        self.copied += sum(map(len, self.stack[-1]))
+        self.made += 1
+
+    def memoize(self) -> None:
+        self.memoized.append(self.stack[-1])
+
+    def finish(self, end: int) -> None:
+        """Bring the machine to where the last repetition ends: the records are on its stack then, and a class on top."""
+        machine, memo = self.machine, self.machine.memo
+        added = range(len(memo), len(memo) + self.count * len(self.memoized))
+        _require(not self.below and memo.keys().isdisjoint(added))
+        *made, classes = self.stack
+        memo.update(zip(added, _in_turn(self.memoized), strict=True))
+        machine.stack[-1:] = [*_in_turn(made), classes[0]]
+        machine.made += self.made * self.count
+        machine.copied += self.copied
+        machine.position = end
+
+
+_SIZE = Global("torch", "Size")
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise MalformedError("nothing that can be repeated")
+
+
+def _among(column: Column, columns: list[Column]) -> bool:
+    return any(column is each for each in columns)
+
+
+def _in_turn(columns: list[Column]) -> Iterator[object]:
+    """What each column has for the first repetition, then for the second one, and so on."""
+    return chain.from_iterable(zip(*columns, strict=True))
+
+
+_BY_KIND: dict[bytes, Callable[[_Repetitions], None]] = {
+    b"r": _Repetitions.reference, b"n": _Repetitions.number, b"s": _Repetitions.name, b")": _Repetitions.instance,
+    b"N": _Repetitions.none, b"}": _Repetitions.empty_dict, b"(": _Repetitions.mark, b"u": _Repetitions.set_items,
+    b"b": _Repetitions.build, b"t": _Repetitions.tuple_of_marked, b"\x85": partial(_Repetitions.tuple_of_last, size=1),
+    b"\x86": partial(_Repetitions.tuple_of_last, size=2), b"\x87": partial(_Repetitions.tuple_of_last, size=3),
+    b"R": _Repetitions.call, b"\x94": _Repetitions.memoize,
+}  # fmt: skip
+_STEPS = {kind[0]: step for kind, step in _BY_KIND.items()}

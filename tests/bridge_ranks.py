@@ -1,0 +1,130 @@
+"""Several ranks of Megatron-Bridge itself on the CPU, over gloo: load checkpoints, put adapters on them, answer with logits.
+
+    python -m tests.bridge_ranks RANK WORLD RENDEZVOUS JOBS.json      rank 0 writes one line about each job
+
+A job: {"base": checkpoint, "adapter": checkpoint or null, "tokens": .npy, "logits": .npy, "tp", "pp", "ep", "etp": sizes}. The model is
+built and its tensors are loaded by Bridge's load_megatron_model, at the job's sizes; the adapter's modules are put on it by the
+class that its run_config.yaml names, which picks its keys, and Bridge's load of a model's state dict, not strict, as it resumes a
+run that trains an adapter (checkpointing.py: is_peft_resume). What is replaced: see bridge_oracle.
+"""
+
+import json
+import os
+import sys
+import traceback
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.bridge_oracle import REPLY, answer_overrides, import_bridge
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def with_adapter(chunks: list[Any], checkpoint: Path) -> dict[str, Any]:
+    """Puts Bridge's modules on the model, and what the checkpoint holds of them into these. Returns their sizes by key."""
+    from megatron.bridge.training import checkpointing
+    from megatron.bridge.training.config import CheckpointConfig
+    from megatron.bridge.utils.instantiate_utils import instantiate
+    from megatron.core import dist_checkpointing
+
+    version = _version(checkpoint)
+    settings = checkpointing.read_run_config(checkpointing.get_checkpoint_run_config_filename(version))
+    peft = instantiate(settings["peft"])
+    peft(chunks, training=True)
+    peft.set_params_to_save(chunks)
+    peft(chunks, training=False)
+    common = dist_checkpointing.load_common_state_dict(version)
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+
+    def wanted() -> dict[str, Any]:
+        found = checkpointing._generate_model_state_dict(chunks, {"metadata": metadata})
+        chosen: dict[str, Any] = checkpointing.apply_peft_adapter_filter_to_state_dict(found, peft)
+        return chosen
+
+    keys = _keys(wanted())
+    loaded = dist_checkpointing.load(wanted(), version, strict=CheckpointConfig.dist_ckpt_strictness)
+    for number, chunk in enumerate(chunks):
+        name = "model" if len(chunks) == 1 else f"model{number}"
+        checkpointing._load_model_state_dict(chunk, loaded[name], False)
+    return keys
+
+
+def _keys(wanted: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    apply_factories(wanted)
+    return {each.key: list(each.global_shape) for each in nested_values(wanted) if isinstance(each, ShardedTensor)}
+
+
+def _version(checkpoint: Path) -> str:
+    from megatron.bridge.training import checkpointing
+
+    iteration, release = checkpointing._resolve_checkpoint_iteration(str(checkpoint), None)
+    return str(checkpointing.get_checkpoint_name(str(checkpoint), iteration, release))
+
+
+def answer(job: dict[str, Any], rank: int, world: int, rendezvous: str) -> dict[str, Any]:
+    """The last stage's first rank writes float32 [batch, sequence, padded vocabulary]."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from megatron.bridge.training import model_load_save
+    from megatron.core import parallel_state
+
+    from tests.megatron_oracle import forward
+
+    tp, pp, ep = (job.get(name, 1) for name in ("tp", "pp", "ep"))
+    etp = job.get("etp", tp)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    try:
+        version = _version(Path(job["base"]))
+        provider, _ = model_load_save.load_model_config(version)
+        overrides = answer_overrides(provider) | {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        overrides |= {
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+            "pipeline_dtype": torch.float32,
+        }
+        chunks = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
+        keys = with_adapter(chunks, Path(job["adapter"])) if job.get("adapter") else {}
+        sizes = Namespace(hidden_size=chunks[0].config.hidden_size, params_dtype=torch.float32)
+        with torch.no_grad():
+            found = forward(sizes, [chunk.eval() for chunk in chunks], torch.from_numpy(np.load(job["tokens"])))
+        last = parallel_state.is_pipeline_last_stage()
+        if last and tp > 1 and found.shape[-1] < chunks[0].vocab_size:
+            parts = [torch.empty_like(found) for _ in range(tp)]
+            dist.all_gather(parts, found.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            found = torch.cat(parts, -1)
+        if last and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
+            np.save(job["logits"], found.float().numpy())
+        dist.barrier()
+        return {"keys": keys}
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from tests.megatron_oracle import run_on_cpu
+
+    import_bridge()
+    with run_on_cpu():
+        for number, job in enumerate(jobs):
+            for name in [name for name in os.environ if name.startswith("NVTE_")]:
+                del os.environ[name]  # by which core remembers the attention of the model before
+            try:
+                reply = answer(job, rank, world, f"{rendezvous}-{number}")
+            except (Exception, CheckpointException) as error:
+                reply = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+            if rank == 0 or "failed" in reply:
+                print("\n" + REPLY + json.dumps(reply | {"job": number, "rank": rank}), flush=True)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text()))

@@ -1,0 +1,87 @@
+"""Layers that predict further tokens, where embedding and head are one table: they use it three times, on the last stage a copy."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import run as megaconv
+from tests.trainer.loop.launches import DEEPSEEK, LLAMA, launch
+from tests.trainer.loop.launches import train as launch_and_wait
+from tests.trainer.parallel.core_oracle import train_with_core
+from tests.trainer.parallel.small import FULL, Case, train
+from tests.trainer.parallel.test_megatron import LR
+from tests.trainer.parallel.test_megatron import train as steps_of
+from tests.trainer.parallel.worlds import World
+
+TIED = DEEPSEEK.replace("--untie-embeddings-and-output-weights ", "")
+MODEL = "further tokens, tied"
+
+
+@pytest.mark.oracle
+def test_a_step_is_that_of_megatron_core(tmp_path: Path) -> None:
+    """Its own model from our file: the loss, and the norm of all gradients, those of the table among them."""
+    unpadded = f"{TIED} --make-vocab-size-divisible-by 1 --init-method-std 0.2"
+    launch_and_wait(
+        tmp_path,
+        1,
+        f"pretrain {unpadded} --train-iters 2 --exit-interval 1 --save ckpt --ckpt-format torch --transformer-impl local",
+    )
+    tokens = torch.randint(60, (1, 4, 2, 33), generator=torch.Generator().manual_seed(8))
+    ((expected,),) = train_with_core([tmp_path / "ckpt"], tokens, LR, tmp_path)
+    (report,) = steps_of(tmp_path / "ckpt", tokens)
+    assert (report.loss, report.grad_norm) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MODEL, pp=2, steps=5),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                Case(MODEL, pp=2, dp=2, distributed=True, masked=False), Case(MODEL, tp=2, pp=2, sequence_parallel=True),
+                Case(MODEL, pp=2, vpp=2, cp=2), Case(MODEL, tp=2, sequence_parallel=True, recompute=FULL),
+                Case(MODEL, pp=4, clip=0.1), Case(MODEL, cp=2, dp=2, distributed=True),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_layout_trains_as_one_process_does(case: Case, world: World) -> None:
+    (expected,) = world.run(1, train, case.alone())
+    for found in world.run(case.world, train, case):
+        for one, other in zip(found.reports, expected.reports, strict=True):
+            assert (one.loss, *one.others.values()) == pytest.approx((other.loss, *other.others.values()), rel=1e-5)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path: Path) -> None:
+    flags = f"pretrain {TIED} --train-iters 2 --pipeline-model-parallel-size 2 --save ckpt"
+    launch_and_wait(tmp_path / "straight", 2, flags)
+    for more in ("--exit-interval 1", "--resume"):
+        launch_and_wait(tmp_path / "stopped", 2, f"{flags} {more}")
+    straight, stopped = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "stopped")
+    )
+    assert [line["mtp_1_loss"] for line in straight] == [line["mtp_1_loss"] for line in stopped]
+    assert megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt").status == 0
+    whole = ("--saver", "core", "--tp", "2", "--pp", "1")
+    assert megaconv("convert", tmp_path / "stopped" / "ckpt", tmp_path / "one", *whole).status == 0
+    assert megaconv("diff", tmp_path / "stopped" / "ckpt", tmp_path / "one").status == 0
+
+
+def test_rank_files_of_several_stages_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    flags = f"pretrain {TIED} --train-iters 2 --pipeline-model-parallel-size 2 --ckpt-format torch --save ckpt"
+    running = launch(tmp_path, 2, flags)
+    assert running.wait() == [2, 2]
+    assert "Megatron's last stage has the table twice" in running.logs()
+
+
+def test_a_model_whose_checkpoints_have_no_such_layers_is_refused_in_one_line(tmp_path: Path) -> None:
+    running = launch(tmp_path, 1, f"pretrain {LLAMA} --mtp-num-layers 1 --train-iters 2")
+    assert running.wait() == [2]
+    assert "would be a llama that predicts further tokens" in running.log(0)
+    assert "Traceback" not in running.log(0)
