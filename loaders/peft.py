@@ -27,9 +27,7 @@ from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 
-DESCRIPTION = (
-    "LoRA and DoRA adapters of peft (adapter_config.json, adapter_model.safetensors), by name only; needs --config"
-)
+DESCRIPTION = "LoRA and DoRA adapters of peft (adapter_config.json, adapter_model.safetensors), by name only; needs --config"
 
 
 def detect(path: Path) -> bool:
@@ -52,9 +50,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     _refuse_more_than_pairs(adapter)
     known = adaptable_weights(family, config, HF)
     pairs = (
-        pair
-        for module, weight in weights_of(adapter, family, config)
-        for pair in _pairs(module, weight, known, adapter)
+        pair for module, weight in weights_of(adapter, family, config) for pair in _pairs(module, weight, known, adapter)
     )
     opened = open_pairs(
         config, pairs,
@@ -88,9 +84,7 @@ def _pairs(
     """Of one module: one, or one for each expert where all experts of a layer are one parameter."""
     if module.length_is_missing(adapter.config):
         has = "no" if module.magnitude is None else "a"
-        raise TensorMismatch(
-            f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"
-        )
+        raise TensorMismatch(f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise")
     if len(weight.shape) == 3:
         yield from _of_experts(module, weight, adapter)
     elif weight.name in known:

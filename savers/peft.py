@@ -48,9 +48,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     natives = [
         native
         for path, module in modules.items()
-        for native in module.natives(
-            *(f"{PREFIX}{path}.{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"))
-        )
+        for native in module.natives(*(f"{PREFIX}{path}.{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")))
     ]
     file = WEIGHTS[0]
     layout = SafetensorsLayout({each.name: (each.shape, native_dtype(header, each)) for each in natives})
@@ -66,7 +64,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     return OutputPlan(files, placements)
 
 
-def _config(modules: Mapping[str, Module], paths: Sequence[str], info: AdapterInfo, extra: Mapping[str, str]) -> bytes:
+def _config(
+    modules: Mapping[str, Module], paths: Sequence[str], info: AdapterInfo, extra: Mapping[str, str]
+) -> bytes:
     """paths: of all linear layers, those without an adapter included."""
     lows = {path: module.low for path, module in modules.items()}
     rank = Counter(low.rank for low in lows.values()).most_common(1)[0][0]

@@ -272,17 +272,7 @@ def test_dora_of_a_layer_whose_bias_bridge_would_scale_is_refused(tmp_path: Path
 
 def test_adapters_of_experts_that_differ_have_no_place_in_a_grouped_layer(tmp_path: Path) -> None:
     outcome = run(
-        *(
-            "convert",
-            "--loader",
-            "peft",
-            "--load-dir",
-            EXPERTS / "adapter",
-            "--config",
-            EXPERTS / "base",
-            "--saver",
-            "core",
-        ),
+        *("convert", "--loader", "peft", "--load-dir", EXPERTS / "adapter", "--config", EXPERTS / "base", "--saver", "core"),
         *("--ckpt-format", "torch_dist", "--save-dir", tmp_path / "out", "--moe-grouped-gemm"),
     )
     assert_refused(outcome, 2, "experts have adapters of their own", "leave --moe-grouped-gemm out")
@@ -342,9 +332,7 @@ def test_dora_goes_there_and_back_with_its_magnitudes(tmp_path: Path) -> None:
     found = assert_same_function(adapter, LINEAR, tmp_path)
     assert run_config(tmp_path)["_target_"] == "megatron.bridge.peft.dora.DoRA"
     assert settings_of(tmp_path / "back")["use_dora"] is True
-    lengths = {
-        name: tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items() if "magn" in name
-    }
+    lengths = {name: tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items() if "magn" in name}
     assert_same_bits({name: found[name] for name in lengths}, lengths)
     # What Bridge's own adapters come back as has one A three times, which is found to be one again.
     translate(tmp_path / "back", LINEAR, tmp_path / "again")

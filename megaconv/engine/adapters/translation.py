@@ -96,9 +96,7 @@ def b_tensor(weight: NativeTensor, name: str, canonical: Mapping[str, str], rank
 def length_tensor(weight: NativeTensor, name: str, canonical: Mapping[str, str]) -> NativeTensor:
     """DoRA's magnitudes [out] of a module."""
     outs, _ = sizes(weight)
-    return NativeTensor(
-        name, _rows_of(weight, canonical, 1), (outs,), tp=0 if weight.tp == 0 else None, groups=weight.groups
-    )
+    return NativeTensor(name, _rows_of(weight, canonical, 1), (outs,), tp=0 if weight.tp == 0 else None, groups=weight.groups)
 
 
 def _rows_of(weight: NativeTensor, canonical: Mapping[str, str], cols: int) -> dict[str, tuple[Region, ...]]:
@@ -169,9 +167,7 @@ def require_all_written(info: AdapterInfo, written: Collection[str], what: str) 
     """Raises NotExpressible for weights whose adapters an output hasn't. what: why, for the message."""
     left = [name for name in info.weights if name not in written]
     if left:
-        raise NotExpressible(
-            f"adapters of {listing(left)}: {what}; merge the adapter into its base (--adapter) instead"
-        )
+        raise NotExpressible(f"adapters of {listing(left)}: {what}; merge the adapter into its base (--adapter) instead")
 
 
 def open_pairs(
@@ -188,9 +184,7 @@ def open_pairs(
         rank = _rank(pair, where)
         parts = tuple(pair.weight.parts)
         shared, length = a_name(parts), pair.length is not None
-        found = {
-            part: LowRank(shared, b_name(part), rank, pair.alpha, length_name(part) if length else "") for part in parts
-        }
+        found = {part: LowRank(shared, b_name(part), rank, pair.alpha, length_name(part) if length else "") for part in parts}
         for part in parts:
             for name in of_each_expert(part, config.experts.count):
                 if name in weights:

@@ -135,10 +135,7 @@ def targets(modules: Sequence[BridgeModule], table: Family, config: ModelConfig)
     """
     natives = adaptable_weights(table, config, CORE)
     everywhere = {_place_of(name.removesuffix(".weight")) for name in natives}
-    ours = {
-        _place_of(module.name.replace(".mlp.experts.linear", ".mlp.experts.local_experts.0.linear"))
-        for module in modules
-    }
+    ours = {_place_of(module.name.replace(".mlp.experts.linear", ".mlp.experts.local_experts.0.linear")) for module in modules}
     found = set()
     for module in modules:
         word = module.name.rpartition(".")[2]
