@@ -11,7 +11,7 @@ from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from megatron_lite.settings.config import Data
+from megatron_lite.settings.learning import Data
 
 CHAT_TEMPLATE = "chat_template.jinja"
 

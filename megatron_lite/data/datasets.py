@@ -19,7 +19,7 @@ from megatron_lite.data.mock import SPLIT as MOCK_SPLIT
 from megatron_lite.data.mock import MockDocuments
 from megatron_lite.data.samples import NO_TOKEN, Dataset, SampleForm
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.settings.config import Data
+from megatron_lite.settings.learning import Data
 
 SURPLUS = 0.005
 """Of samples that each corpus of a blend is asked for, since the blend may take a few more than its share."""

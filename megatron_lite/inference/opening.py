@@ -25,7 +25,8 @@ from megatron_lite.loop.inputs import make_tokenizer
 from megatron_lite.loop.node import once_a_node
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.settings.architecture import OF_THEIR_OWN
-from megatron_lite.settings.config import Data, Parallel, Settings
+from megatron_lite.settings.config import Parallel, Settings
+from megatron_lite.settings.learning import Data
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
 

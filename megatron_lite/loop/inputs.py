@@ -13,7 +13,8 @@ from megatron_lite.data.tokenizer import BERT_TYPES, Tokenizer, TokenizerOptions
 from megatron_lite.loop.finetuning import Packed
 from megatron_lite.loop.model_types import MODEL_TYPES, cache_path
 from megatron_lite.settings.architecture import model_type
-from megatron_lite.settings.config import Data, Settings
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import Data
 from megatron_lite.settings.sizes import Sizes
 
 

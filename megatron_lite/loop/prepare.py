@@ -32,8 +32,10 @@ from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.models.plan import check_computed
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
-from megatron_lite.settings.config import Balance, Dpo, Optimizer, Settings, subjects
+from megatron_lite.settings.config import Balance, Optimizer, Settings, subjects
+from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.kinds import check_kind
+from megatron_lite.settings.learning import Dpo
 from megatron_lite.settings.options import (
     FP8,
     Balancing,
@@ -45,7 +47,7 @@ from megatron_lite.settings.options import (
     QkClip,
     Recompute,
 )
-from megatron_lite.settings.sizes import Sizes, check_flags, check_steps, work_out
+from megatron_lite.settings.sizes import Sizes, work_out
 
 
 def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Masked, Settings, Tasks, flags
+from megatron_lite.settings.config import Settings, flags
+from megatron_lite.settings.learning import Masked, Tasks
 
 NO_WINDOWS = "its samples are sentences, not windows of tokens"
 NO_LAYERS = "its layers have plain attention and a plain MLP"

@@ -1,15 +1,14 @@
 """Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
 
-import os
 from dataclasses import dataclass
-from math import prod
 
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megatron_lite.settings.config import Parallel, Settings, Training
-from megatron_lite.settings.options import CONTEXT, ModelOptions
+from megatron_lite.settings.contradictions import check_flags, check_steps
+from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
@@ -234,150 +233,3 @@ def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) 
             )
         return config.layer_count // (pp * each)
     return listed // pp if listed is not None and pp > 1 and listed % pp == 0 else 1
-
-
-def check_steps(training: Training) -> None:
-    """Apart from the other flags: where the model is missing too, that is what is wrong. Raises UsageError."""
-    if not (training.train_iters or training.train_samples) and training.epochs is None:
-        raise UsageError("--train-iters (or --train-samples, or --epochs of --finetune-data) is missing")
-
-
-def check_flags(settings: Settings) -> None:
-    """What can be judged without the model. Raises UsageError."""
-    training, precision, saving, logging = (
-        settings.training,
-        settings.precision,
-        settings.checkpointing,
-        settings.logging,
-    )
-    granularity, method = settings.recompute.recompute_granularity, settings.recompute.recompute_method
-    lengths = training.train_iters, training.train_samples, training.epochs
-    positive = {
-        "micro_batch_size": training.micro_batch_size,
-        "train_iters": training.train_iters, "train_samples": training.train_samples,
-        "epochs": None if settings.tasks.task else training.epochs,
-        "eval_interval": training.eval_interval,
-        "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
-        "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
-        "fp8_amax_history_len": precision.fp8_amax_history_len,
-        "keep_last": saving.keep_last, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
-        "log_interval": settings.logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
-    }  # fmt: skip
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} has to be 1 or more")
-    balance = settings.balance
-    unknown = set(balance.moe_router_load_balancing_type) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-    muon = settings.optimizer.kind == "muon"
-    refused = [
-        (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
-        (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
-        *_of_scores(settings),
-        *_of_levels(settings.parallel),
-        (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
-         f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
-        (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
-                  "global_aux_loss, none"),
-        (len(balance.moe_router_load_balancing_type) != len(balance.moe_aux_loss_coeff),
-         "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers"),
-        (precision.bf16 + precision.fp16 + precision.fp32 > 1, "--bf16, --fp16 and --fp32 contradict each other"),
-        (sum(map(bool, lengths)) > 1, "give --train-iters, --train-samples or --epochs, not several of them"),
-        (training.epochs is not None and not (settings.data.finetune_data or settings.tasks.task),
-         "--epochs counts examples: it goes with --finetune-data"),
-        (saving.save_interval and not saving.save, "--save-interval needs --save"),
-        (saving.resume and not saving.save, "--resume continues from --save, which is missing"),
-        (granularity == "full" and not method, "--recompute-granularity full needs --recompute-method uniform or block"),
-        (method and granularity != "full", "--recompute-method goes with --recompute-granularity full"),
-        (not 0 <= settings.lora.lora_dropout < 1, f"--lora-dropout {settings.lora.lora_dropout:g} has to lie between 0 and 1"),
-        (precision.fp8_format and not precision.bf16, "--fp8-format goes with --bf16, in which everything else is then computed"),
-        (precision.fp8_format and settings.recompute.compile, "--fp8-format can't be had with --compile: scales are kept between products"),
-        (precision.fp8_format and settings.lora.wanted, "--fp8-format can't be had with adapters, which keep to the model's precision"),
-        (precision.fp8_format == "hybrid" and precision.fp8_recipe in ("blockwise", "mxfp8"),
-         f"--fp8-recipe {precision.fp8_recipe} has small blocks, so that gradients are in e4m3 too: take --fp8-format e4m3"),
-        (min(precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) < 0, "layers in bf16 have to be 0 or more"),
-        (settings.parallel.grad_reduce_in_bf16 and not precision.bf16, "--grad-reduce-in-bf16 goes with --bf16"),
-        (training.manual_gc_interval < 0, f"--manual-gc-interval {training.manual_gc_interval} has to be 0 or more"),
-        (training.manual_gc_interval and not training.manual_gc, "--manual-gc-interval goes with --manual-gc"),
-        (logging.use_pytorch_profiler and not logging.profile, "--use-pytorch-profiler goes with --profile"),
-        (logging.profile and not 0 <= logging.profile_step_start < logging.profile_step_end,
-         f"--profile-step-end {logging.profile_step_end} has to be more than --profile-step-start {logging.profile_step_start}"),
-        (logging.profile and logging.use_pytorch_profiler and not (logging.tensorboard_dir or saving.save),
-         "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them"),
-        (training.eval_iters < 0, f"--eval-iters {training.eval_iters} has to be 0 or more"),
-        *_of_pairs(settings),
-        *_of_task(settings),
-    ]  # fmt: skip
-    for wrong, message in refused:
-        if wrong:
-            raise UsageError(message)
-
-
-def _of_levels(parallel: Parallel) -> list[tuple[bool, str]]:
-    """(what is wrong, how it is said) of context parallelism on two levels."""
-    levels, cp = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
-    if parallel.cp_comm_type != ("a2a+p2p",):
-        return [(levels is not None, "--hierarchical-context-parallel-sizes goes with --cp-comm-type a2a+p2p")]
-    fits = levels is not None and len(levels) == 2 and min(levels) > 1 and prod(levels) == cp
-    said = "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes NEAR FAR, of 2 or more, which make"
-    return [(not fits, f"{said} --cp = {cp}")]
-
-
-def _of_scores(settings: Settings) -> list[tuple[bool, str]]:
-    """(what is wrong, how it is said) of QK-clip."""
-    optimizer = settings.optimizer
-    given = [name for name in ("qk_clip_threshold", "qk_clip_alpha") if name in settings.given]
-    return [
-        (bool(given) and not optimizer.qk_clip, f"--{'-'.join(given[:1]).replace('_', '-')} goes with --qk-clip"),
-        (optimizer.qk_clip_threshold <= 0, f"--qk-clip-threshold {optimizer.qk_clip_threshold:g} has to be more than 0"),
-        (not 0 <= optimizer.qk_clip_alpha <= 1, f"--qk-clip-alpha {optimizer.qk_clip_alpha:g} has to lie between 0 and 1"),
-        (optimizer.qk_clip and settings.lora.wanted, "--qk-clip changes weights, which stay as they are beside adapters; leave it out"),
-    ]  # fmt: skip
-
-
-OTHER_DATA = (
-    "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data", "finetune_data", "valid_finetune_data",
-    "mask_prob", "short_seq_prob", "rampup_batch_size",
-)  # fmt: skip
-"""Flags that a run on a task has no use for."""
-
-
-def _of_task(settings: Settings) -> list[tuple[bool, str]]:
-    tasks, epochs = settings.tasks, settings.training.epochs
-    given = [f"--{name.replace('_', '-')}" for name in vars(tasks) if name in settings.given]
-    others = [f"--{name.replace('_', '-')}" for name in OTHER_DATA if name in settings.given]
-    if tasks.task is None:
-        return [(bool(given), f"{' '.join(given[:1])} goes with --task")]
-    return [
-        (bool(others), f"--task {tasks.task} learns from --train-data; leave {' '.join(others[:1])} out"),
-        (
-            epochs is None or epochs < 0,
-            f"--task {tasks.task} needs --epochs: how often it goes through --train-data; 0 measures alone",
-        ),
-        (bool(epochs) and not tasks.train_data, f"--task {tasks.task} learns from --train-data, which is missing"),
-        (
-            "eval_iters" in settings.given and bool(settings.training.eval_iters) and not tasks.valid_data,
-            "--eval-iters: evaluations are of --valid-data, which is missing; leave it out",
-        ),
-        (
-            epochs == 0 and not tasks.valid_data,
-            f"--task {tasks.task} --epochs 0 measures on --valid-data, which is missing",
-        ),
-    ]
-
-
-def _of_pairs(settings: Settings) -> list[tuple[bool, str]]:
-    """(what is wrong, how it is said) of learning from pairs."""
-    dpo, saving = settings.dpo, settings.checkpointing
-    given = [f"--{name.replace('_', '-')}" for name in vars(dpo) if name in settings.given]
-    if not dpo.dpo:
-        return [(bool(given), f"{' '.join(given[:1])} goes with --dpo")]
-    same = saving.load and saving.save and os.path.realpath(saving.load) == os.path.realpath(saving.save)
-    return [
-        (not settings.data.finetune_data, "--dpo learns from --finetune-data, which is missing"),
-        (saving.load is None, "--dpo needs --load, which is the reference model, also with --resume"),
-        (bool(same), "--dpo: --load is the reference model and has to stay as it is; give another --save"),
-        (dpo.dpo_beta <= 0, f"--dpo-beta {dpo.dpo_beta:g} has to be more than 0"),
-        (not 0 <= dpo.dpo_label_smoothing < 0.5, f"--dpo-label-smoothing {dpo.dpo_label_smoothing:g} has to lie between 0 and 0.5"),
-        (bool(dpo.dpo_label_smoothing) and dpo.dpo_loss != "sigmoid", "--dpo-label-smoothing goes with --dpo-loss sigmoid"),
-        (settings.data.finetune_form is not None, "--finetune-form names a form of examples; pairs have their own, so leave it out"),
-    ]  # fmt: skip

@@ -13,7 +13,8 @@ from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, pieces_for
 from megatron_lite.loop.model_types import MODEL_TYPES, Feeder
-from megatron_lite.settings.config import Data, Settings
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import Data
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, train
 from tests.trainer.loop.test_manners import metrics, refused
