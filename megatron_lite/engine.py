@@ -128,7 +128,7 @@ class Engine:
                 self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
         if options.lora is not None:
             check_targets(config, options.lora.targets, found=any(self.adapters))
-        self._delayed = list(delayed_products(self.chunks))
+        self._delayed = [product for chunk in self.chunks for _, product in delayed_products(chunk)]
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         self._watch: ScoreWatch | None = None
@@ -218,9 +218,9 @@ class Engine:
             self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
-            optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             clip = optimizer.options.qk_clip
-            optimizer.step(lr, weight_decay, {} if scores is None or clip is None else scores.row_factors(clip))
+            rows = {} if scores is None or clip is None else scores.row_factors(clip)
+            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad), rows)
         end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {

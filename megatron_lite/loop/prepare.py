@@ -29,6 +29,7 @@ from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, pea
 from megatron_lite.loop.node import once_a_node
 from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
+from megatron_lite.models.plan import check_computed
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Balance, Dpo, Optimizer, Settings, subjects
@@ -87,11 +88,9 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     elif options.preference is not None:
-        reference = preference.reference_of(settings, start, place.node)
-        load(engine, reference)
-        datasets = preference.with_reference(engine, settings, datasets, sizes, tokenizer.vocab_size, place.say)
-        if start is not reference:
-            load(engine, start)
+        datasets = preference.with_reference(
+            engine, settings, start, place.node, datasets, sizes, tokenizer.vocab_size, place.say
+        )
     else:
         load(engine, start)
     if adapters is not None:
@@ -127,6 +126,7 @@ def _model(settings: Settings, start: Start | None, tokenizer: Tokenizer) -> tup
         }
     else:
         config, dropouts = start.config, start.dropouts
+        check_computed(config)  # before anything asks how it would be saved
         check_against(settings, config, dropouts, start.path)
     if vocab > config.vocab:
         raise UsageError(

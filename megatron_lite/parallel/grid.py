@@ -95,6 +95,11 @@ class Grid:
     def pp_rank(self) -> int:
         return self.mesh.place(self.rank)["pp"]
 
+    @property
+    def column(self) -> ProcessGroup | None:
+        """The stages that this rank's microbatches pass through; None where there is one."""
+        return next(iter(self.channels.values()), None)
+
     def rank_along(self, axis: str) -> int:
         """Of this rank among those of its group."""
         if axis == "replicas":

@@ -344,6 +344,10 @@ class Dpo:
     dpo_beta: float = flag(0.1, "how much the reference holds: rewards are beta x log-probabilities over its own")
     dpo_loss: str = flag("sigmoid", "the loss of a pair", choices=("sigmoid", "hinge", "ipo"))
     dpo_label_smoothing: float = flag(0.0, "how probable it is that a pair is the wrong way round, below 0.5")
+    dpo_reference_cache: str | None = flag(
+        None,
+        "directory that keeps the reference's log-probabilities, for runs that go on (they are computed at each start)",
+    )
 
 
 @dataclass(frozen=True)
