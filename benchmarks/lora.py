@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from turns import Figures, answer, rounds
 
-from benchmarks.turns import Figures, answer, rounds
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import Layout

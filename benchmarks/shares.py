@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer import MIXTURES, SMALL, TINY, WARM_UP, ours, with_core, with_transformers
+from turns import Figures, answer, rounds
 
-from benchmarks.trainer import MIXTURES, SMALL, TINY, WARM_UP, ours, with_core, with_transformers
-from benchmarks.turns import Figures, answer, rounds
 from megatron_lite.loop.launch import keep_freed_memory
 
 CONTENDERS = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}

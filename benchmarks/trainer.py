@@ -26,8 +26,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from turns import ROOT, Figures, answer, environment, rounds
 
-from benchmarks.turns import ROOT, Figures, answer, environment, rounds
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
