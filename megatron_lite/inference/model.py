@@ -272,7 +272,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
     It repeats a row's own last token: another one's numbers, if they are none, would be in the row's sums.
     """
     longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *row[-1:] * (longest - len(row))] for row in rows])
+    return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
 
 
 def _fitting(feeds: Sequence[Feed], length: int) -> Iterator[list[int]]:

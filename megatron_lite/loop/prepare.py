@@ -29,6 +29,7 @@ from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, pea
 from megatron_lite.loop.node import once_a_node
 from megatron_lite.loop.schedule import learning_rate, weight_decay
 from megatron_lite.loop.train import Run, evaluations, total_samples
+from megatron_lite.models.plan import check_computed
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Balance, Dpo, Optimizer, Settings, subjects
@@ -80,16 +81,16 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     else:
         datasets = learned.datasets(settings, tokenizer, sizes, counts)
     sinks = all_or_none(lambda: _sinks(settings, place))
-    grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
+    grid = make_grid(
+        sizes.layout, sizes.dp, place.device, cp=sizes.cp, near=options.near, experts=config.experts.count > 0
+    )
     engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
     elif options.preference is not None:
-        reference = preference.reference_of(settings, start, place.node)
-        load(engine, reference)
-        datasets = preference.with_reference(engine, settings, datasets, sizes, tokenizer.vocab_size, place.say)
-        if start is not reference:
-            load(engine, start)
+        datasets = preference.with_reference(
+            engine, settings, start, place.node, datasets, sizes, tokenizer.vocab_size, place.say
+        )
     else:
         load(engine, start)
     if adapters is not None:
@@ -125,6 +126,7 @@ def _model(settings: Settings, start: Start | None, tokenizer: Tokenizer) -> tup
         }
     else:
         config, dropouts = start.config, start.dropouts
+        check_computed(config)  # before anything asks how it would be saved
         check_against(settings, config, dropouts, start.path)
     if vocab > config.vocab:
         raise UsageError(
@@ -150,7 +152,8 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
-        context=settings.parallel.cp_comm_type[0], mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
+        context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         preference=_preference(settings.dpo), fp8=_fp8(settings), balance=_balancing(settings.balance),
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip

@@ -80,6 +80,13 @@ NOT_COMPUTED = {
 """Features of a model that this decoder has no code for, whatever its family."""
 
 
+def check_computed(config: ModelConfig) -> None:
+    """Raises NotExpressible for what there is no code for."""
+    for feature, what in NOT_COMPUTED.items():
+        if config.has(feature):
+            raise NotExpressible(f"the model has {what}, which can't be trained yet")
+
+
 def make_plan(
     config: ModelConfig,
     layout: Layout,
@@ -95,9 +102,7 @@ def make_plan(
         _check_two_stacks(config)
     if options.fp8 is not None and config.family in NETWORKS_OF_THEIR_OWN:
         raise NotExpressible(f"--fp8-format is for decoders; a {config.family} is computed in bf16")
-    for feature, what in NOT_COMPUTED.items():
-        if config.has(feature):
-            raise NotExpressible(f"the model has {what}, which can't be trained yet")
+    check_computed(config)
     if config.mtp_layers and not any(row.stage == "mtp" for row in family(config.family).rows):
         raise NotExpressible(
             f"the model would be a {config.family} that predicts further tokens, for whose layers no checkpoint has names; these are for "

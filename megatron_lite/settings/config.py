@@ -104,7 +104,10 @@ class Parallel:
     context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
-        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
+        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens), a2a+p2p",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "of a2a+p2p, NEAR FAR: so many neighbours take heads for tokens, and so many of these attend in a ring"
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     expert_tensor_parallel_size: int | None = flag(
@@ -341,6 +344,10 @@ class Dpo:
     dpo_beta: float = flag(0.1, "how much the reference holds: rewards are beta x log-probabilities over its own")
     dpo_loss: str = flag("sigmoid", "the loss of a pair", choices=("sigmoid", "hinge", "ipo"))
     dpo_label_smoothing: float = flag(0.0, "how probable it is that a pair is the wrong way round, below 0.5")
+    dpo_reference_cache: str | None = flag(
+        None,
+        "directory that keeps the reference's log-probabilities, for runs that go on (they are computed at each start)",
+    )
 
 
 @dataclass(frozen=True)

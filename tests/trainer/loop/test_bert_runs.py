@@ -111,3 +111,18 @@ def test_the_words_that_megatron_adds_are_counted_where_the_model_has_room(tmp_p
     )
     plain, _ = parse("pretrain", f"--vocab-file {tmp_path}/vocab.txt".split())
     assert make_tokenizer(plain, None).vocab_size == 7
+
+
+def test_a_bert_with_norms_behind_its_sums_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForPreTraining
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    BertForPreTraining(BertConfig(vocab_size=136, **shape)).save_pretrained(tmp_path / "original")
+    data = f"--data-path {MASKED}/corpus_text_sentence --vocab-file {MASKED}/vocab.txt --train-iters 1 --lr 1e-3"
+    said = refused(tmp_path, f"finetune --model-type bert --load original {data}")
+    assert (
+        "norms of the sums of each sublayer, as the original BERT: Megatron core has none, which can't be trained yet"
+        in said
+    )
+    said = refused(tmp_path, f"pretrain {BERT} --train-iters 1 --apply-residual-connection-post-layernorm")
+    assert "--apply-residual-connection-post-layernorm: norms of the sums" in said

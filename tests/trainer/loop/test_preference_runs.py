@@ -59,6 +59,52 @@ def test_a_run_says_what_it_compares_and_goes_on_to_the_same_bits(tmp_path: Path
     assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(tmp_path / "whole" / "ckpt")
 
 
+def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(tmp_path: Path) -> None:
+    for name in ("without", "kept"):
+        write_pairs(tmp_path / name)
+    command = f"{WORDS} --split 80,20,0 --eval-interval 2 --eval-iters 1 --train-iters 4"
+    train(tmp_path / "without", 1, f"{command} --save ckpt")
+    cached = f"{command} --dpo-reference-cache kept"
+    first = train(tmp_path / "kept", 1, f"{cached} --save ckpt --exit-interval 2")
+    assert "log-probabilities of 6 pairs: 0" in first.log(0)
+    again = train(tmp_path / "kept", 1, f"{cached} --save ckpt --resume").log(0)
+    assert "log-probabilities of 6 pairs: taken from kept/dpo-reference-training.npz" in again
+    assert "log-probabilities of 2 pairs: taken from kept/dpo-reference-validation.npz" in again
+    assert figures(tmp_path / "kept") == figures(tmp_path / "without")
+    assert megaconv.fingerprint(tmp_path / "kept" / "ckpt") == megaconv.fingerprint(tmp_path / "without" / "ckpt")
+
+    (tmp_path / "kept" / "pairs.jsonl").write_text(
+        (tmp_path / "kept" / "pairs.jsonl").read_text().replace("7 2", "7 3")
+    )
+    other = train(tmp_path / "kept", 1, f"{cached} --save other").log(0)
+    assert (
+        "training.npz: was made with other data, tokenizer or chat template; the reference's log-probabilities are computed"
+        in other
+    )
+    (tmp_path / "kept" / "kept" / "dpo-reference-training.npz").write_bytes(b"nothing")
+    damaged = train(tmp_path / "kept", 1, f"{cached} --save third --tp 1").log(0)
+    assert "dpo-reference-training.npz: is damaged" in damaged
+    assert sorted(path.name for path in (tmp_path / "kept" / "kept").iterdir()) == [
+        "dpo-reference-training.npz",
+        "dpo-reference-validation.npz",
+    ]
+
+
+@pytest.mark.slow
+def test_what_the_reference_says_is_kept_at_another_layout_and_by_adapters(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    command = (
+        f"{WORDS} --tp 2 --sequence-parallel --eval-iters 0 --lora-rank 4 --train-iters 3 --dpo-reference-cache kept"
+    )
+    train(tmp_path, 2, f"{command} --save one")
+    first = figures(tmp_path)
+    again = train(tmp_path, 2, f"{command} --save two").log(0)
+    assert "taken from kept/dpo-reference-training.npz" in again
+    assert figures(tmp_path)[len(first) :] == first
+    moved = train(tmp_path, 1, f"{command.replace('--tp 2 --sequence-parallel', '')} --save three").log(0)
+    assert "was made with other layout, batch, precision or version of torch" in moved
+
+
 def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None:
     for name, size, layout in (("alone", 1, ""), ("four", 4, "--tp 2 --sequence-parallel --use-distributed-optimizer")):
         write_pairs(tmp_path / name)
