@@ -9,18 +9,16 @@ it has held above what it held before the first step. `keeping freed memory`: wi
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.turns import Figures, answer, rounds
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import Layout
@@ -32,7 +30,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions
 
-ROOT = Path(__file__).parents[1]
 CONTENDERS = ("megatron_lite", "peft", "peft, keeping freed memory")
 WARM_UP, ROWS = 2, 2
 
@@ -101,12 +98,14 @@ def one(name: str, rank: int, tiny: bool) -> None:
     before = _peak()
     for _ in range(WARM_UP):
         step()
-    print("ready", flush=True)
-    for _ in sys.stdin:
+
+    def turn() -> Figures:
         begun = time.perf_counter()
         step()
         seconds = time.perf_counter() - begun
-        print(json.dumps({"seconds": seconds, "peak": _peak(), "added": _peak() - before}), flush=True)
+        return {"seconds": seconds, "peak": _peak(), "added": _peak() - before}
+
+    answer(turn)
 
 
 def _peak() -> int:
@@ -114,44 +113,19 @@ def _peak() -> int:
 
 
 def measure(steps: int, rank: int, tiny: bool) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    processes = {name: _start(name, rank, tiny, environment) for name in CONTENDERS}
-    rounds = []
-    for number in range(steps):
-        turns = list(processes.items())
-        rounds.append({name: _ask(process) for name, process in (turns if number % 2 else turns[::-1])})
-    for process in processes.values():
-        process.communicate()
-    found = {}
+    commands = {
+        name: [sys.executable, __file__, "--one", name, "--rank", str(rank), *["--tiny"] * tiny] for name in CONTENDERS
+    }
+    all_rounds, found = rounds(commands, steps), {}
     for name in CONTENDERS:
-        ratios = [taken[name]["seconds"] / taken[CONTENDERS[0]]["seconds"] for taken in rounds]
+        ratios = [taken[name]["seconds"] / taken[CONTENDERS[0]]["seconds"] for taken in all_rounds]
         found[name] = {
-            "step_ms": round(1e3 * statistics.median(taken[name]["seconds"] for taken in rounds), 1),
+            "step_ms": round(1e3 * statistics.median(taken[name]["seconds"] for taken in all_rounds), 1),
             "times_ours": round(statistics.median(ratios), 2),
             "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
-            "peak_MB": round(rounds[-1][name]["peak"] / 1e6),
-            "added_MB": round(rounds[-1][name]["added"] / 1e6),
+            "peak_MB": round(all_rounds[-1][name]["peak"] / 1e6),
+            "added_MB": round(all_rounds[-1][name]["added"] / 1e6),
         }
-    return found
-
-
-def _start(name: str, rank: int, tiny: bool, environment: dict[str, str]) -> "subprocess.Popen[str]":
-    """One at a time, until it has warmed up."""
-    command = [sys.executable, __file__, "--one", name, "--rank", str(rank), *["--tiny"] * tiny]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line == "ready\n":
-            return process
-    raise SystemExit(f"{' '.join(command)}: exit status {process.wait()}")
-
-
-def _ask(process: "subprocess.Popen[str]") -> dict[str, float]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("step\n")
-    process.stdin.flush()
-    found: dict[str, float] = json.loads(process.stdout.readline())
     return found
 
 

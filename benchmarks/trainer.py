@@ -5,7 +5,8 @@
     python benchmarks/trainer.py gpu [--steps 15] [--json]
 
 single: a Llama of 25 million parameters on the CPU, one process each. Contenders take turns, step by step, after two that
-don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least. All run
+don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least, by the clock and by
+the processor's time (where others keep the machine busy only the latter means anything, with OMP_NUM_THREADS=1). All run
 as installed; `keeping freed memory` gives the others glibc's mallopt setting too, which the trainer makes on a CPU.
 With --mixture a Mixtral of 34 million parameters in its place: 8 experts in each of 4 layers, of which a token goes to 2.
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
@@ -22,11 +23,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.turns import ROOT, Figures, answer, environment, rounds
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
@@ -38,7 +39,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
-ROOT = Path(__file__).parents[1]
 KEEPING = (("transformers", True), ("megatron-core", True))
 CONTENDERS = (("megatron_lite", True), ("transformers", False), ("megatron-core", False), *KEEPING)
 """(who, whether freed memory is kept): the trainer does so by itself on a CPU, the others where they are told to."""
@@ -175,11 +175,17 @@ def one(name: str, dtype: str, tiny: bool, keep: bool, mixture: bool) -> None:
     )
     for _ in range(WARM_UP):
         step()
-    print("ready", flush=True)
-    for _ in sys.stdin:
+
+    def turn() -> Figures:
+        cpu = time.process_time()
         seconds = _timed(step)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"tokens_per_second": rows * config.max_positions / seconds, "peak_bytes": peak}), flush=True)
+        return {
+            "tokens_per_second": rows * config.max_positions / seconds,
+            "tokens_per_cpu_second": rows * config.max_positions / (time.process_time() - cpu),
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    answer(turn)
 
 
 def _timed(step: Step, settle: Step = lambda: None) -> float:
@@ -199,62 +205,29 @@ def measure(step: Step, steps: int, settle: Step = lambda: None) -> float:
 
 def single(steps: int, tiny: bool, dtype: str, mixture: bool) -> dict[str, Any]:
     """All contenders are there at once and take one step after the other, so that a busy machine is busy for each."""
-    processes = {
-        (name, keep): _start(
-            [sys.executable, __file__, "one", name, "--dtype", dtype]
-            + ["--tiny"] * tiny
-            + ["--keep"] * keep
-            + ["--mixture"] * mixture
-        )
+    commands = {
+        (name, keep): [sys.executable, __file__, "one", name, "--dtype", dtype]
+        + ["--tiny"] * tiny
+        + ["--keep"] * keep
+        + ["--mixture"] * mixture
         for name, keep in CONTENDERS
     }
-    rounds = []
-    for number in range(steps):
-        turns = list(processes.items())
-        rounds.append({who: _ask(process) for who, process in (turns if number % 2 else turns[::-1])})
-    for process in processes.values():
-        process.communicate()
-    ours = [taken["megatron_lite", True]["tokens_per_second"] for taken in rounds]
-    found = {}
-    for who in processes:
-        speeds = [taken[who]["tokens_per_second"] for taken in rounds]
-        ratios = [mine / theirs for mine, theirs in zip(ours, speeds, strict=True)]
-        found[who[0] + (", keeping freed memory" if who in KEEPING else "")] = {
-            "tokens_per_second": round(statistics.median(speeds), 1),
-            "ours_is_times": round(statistics.median(ratios), 3),
-            "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
-            "peak_GB": round(max(taken[who]["peak_bytes"] for taken in rounds) / 1e9, 2),
-        }
+    all_rounds, found = rounds(commands, steps), {}
+    for who in commands:
+        named = found[who[0] + (", keeping freed memory" if who in KEEPING else "")] = {}
+        for unit in ("second", "cpu_second"):
+            key = f"tokens_per_{unit}"
+            ratios = [taken["megatron_lite", True][key] / taken[who][key] for taken in all_rounds]
+            named[key] = round(statistics.median(taken[who][key] for taken in all_rounds), 1)
+            named[f"ours_is_times_by_{unit}"] = (
+                f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+        named["peak_GB"] = round(max(taken[who]["peak_bytes"] for taken in all_rounds) / 1e9, 2)
     return found
-
-
-def _start(command: list[str]) -> "subprocess.Popen[str]":
-    """One at a time, until it has warmed up."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line == "ready\n":
-            return process
-    raise SystemExit(f"{' '.join(command)}: exit status {process.wait()}")
-
-
-def _ask(process: "subprocess.Popen[str]") -> dict[str, float]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("step\n")
-    process.stdin.flush()
-    found: dict[str, float] = json.loads(process.stdout.readline())
-    return found
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}:\n{done.stderr[-3000:]}")
     return done.stdout

@@ -27,7 +27,9 @@ from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "LoRA and DoRA adapters of peft (adapter_config.json, adapter_model.safetensors), by name only; needs --config"
+DESCRIPTION = (
+    "LoRA and DoRA adapters of peft (adapter_config.json, adapter_model.safetensors), by name only; needs --config"
+)
 
 
 def detect(path: Path) -> bool:
@@ -50,7 +52,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     _refuse_more_than_pairs(adapter)
     known = adaptable_weights(family, config, HF)
     pairs = (
-        pair for module, weight in weights_of(adapter, family, config) for pair in _pairs(module, weight, known, adapter)
+        pair
+        for module, weight in weights_of(adapter, family, config)
+        for pair in _pairs(module, weight, known, adapter)
     )
     opened = open_pairs(
         config, pairs,
@@ -82,9 +86,11 @@ def _pairs(
     module: ModuleAdapter, weight: NativeTensor, known: Mapping[str, NativeTensor], adapter: Adapter
 ) -> Iterator[Pair]:
     """Of one module: one, or one for each expert where all experts of a layer are one parameter."""
-    if module.length_is_missing(adapter.config):
+    if module.contradicts(adapter.config):
         has = "no" if module.magnitude is None else "a"
-        raise TensorMismatch(f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise")
+        raise TensorMismatch(
+            f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"
+        )
     if len(weight.shape) == 3:
         yield from _of_experts(module, weight, adapter)
     elif weight.name in known:
@@ -103,6 +109,8 @@ def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -
             f"{adapter.weights}: {module.module} is an adapter of experts that {weight.name} holds transposed or interleaved, which "
             "isn't translated. megaconv merge BASE ADAPTER merges it into its base"
         )
+    if module.magnitude is not None:
+        raise NotExpressible(f"{adapter.weights}: {module.module} has a magnitude; peft has no DoRA of parameters")
     experts, rows, cols = weight.shape
     rank = module.a.shape[0] // experts
     alpha = _alpha(module, adapter, experts)

@@ -128,7 +128,7 @@ class Engine:
                 self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
         if options.lora is not None:
             check_targets(config, options.lora.targets, found=any(self.adapters))
-        self._delayed = list(delayed_products(self.chunks))
+        self._delayed = [product for chunk in self.chunks for _, product in delayed_products(chunk)]
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         self._watch: ScoreWatch | None = None
@@ -144,8 +144,17 @@ class Engine:
             self._prepare_training(optimizer)
 
     def _context_group(self) -> ContextGroup | None:
-        group = self.grid.group("cp")
-        return None if group is None else ContextGroup(group, self.grid.cp_rank, self.grid.cp, self.options.context)
+        grid, how, near = self.grid, self.options.context, self.options.near
+        group, close, far = (grid.group(axis) for axis in ("cp", "cp_near", "cp_far"))
+        if group is None:
+            return None
+        levels = None
+        if close is not None and far is not None:
+            levels = (
+                ContextGroup(close, grid.cp_rank % near, near, "a2a"),
+                ContextGroup(far, grid.cp_rank // near, grid.cp // near, "p2p"),
+            )
+        return ContextGroup(group, grid.cp_rank, grid.cp, how, levels)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         grid, dealer = self.grid, Dealer() if optimizer.distributed and optimizer.kind == "muon" else None
@@ -209,9 +218,9 @@ class Engine:
             self._move_expert_biases()
         skipped = not tokens or not isfinite(norm)
         if not skipped:
-            optimizer.scale_gradients(factor * clip_factor(norm, optimizer.options.clip_grad))
             clip = optimizer.options.qk_clip
-            optimizer.step(lr, weight_decay, {} if scores is None or clip is None else scores.row_factors(clip))
+            rows = {} if scores is None or clip is None else scores.row_factors(clip)
+            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad), rows)
         end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {

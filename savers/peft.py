@@ -45,11 +45,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     require_all_written(header.adapter, written, f"transformers' {config.family} has no linear layers of theirs")
     if header.adapter.is_dora and not all(module.low.length for module in modules.values()):
         raise NotExpressible("some modules have DoRA's magnitudes and others don't; peft has them in all or in none")
-    natives = [
-        native
-        for path, module in modules.items()
-        for native in module.natives(*(f"{PREFIX}{path}.{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")))
-    ]
+    natives = [native for path, module in modules.items() for native in module.natives(_names(path))]
     file = WEIGHTS[0]
     layout = SafetensorsLayout({each.name: (each.shape, native_dtype(header, each)) for each in natives})
     files: dict[str, FileLayout] = {
@@ -64,9 +60,12 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     return OutputPlan(files, placements)
 
 
-def _config(
-    modules: Mapping[str, Module], paths: Sequence[str], info: AdapterInfo, extra: Mapping[str, str]
-) -> bytes:
+def _names(path: str) -> tuple[str, str, str]:
+    module = f"{PREFIX}{path}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight", f"{module}.lora_magnitude_vector"
+
+
+def _config(modules: Mapping[str, Module], paths: Sequence[str], info: AdapterInfo, extra: Mapping[str, str]) -> bytes:
     """paths: of all linear layers, those without an adapter included."""
     lows = {path: module.low for path, module in modules.items()}
     rank = Counter(low.rank for low in lows.values()).most_common(1)[0][0]

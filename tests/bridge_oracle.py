@@ -78,7 +78,9 @@ def import_bridge() -> None:
         importlib.import_module(f"megatron.core.{name}")
     sys.meta_path.append(_Replacing())
     importlib.import_module("megatron.bridge.training.model_load_save")
-    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False  # it asks whether names are there, not what they are
+    importlib.import_module(
+        "megatron.bridge.peft.utils"
+    ).HAVE_TE = False  # it asks whether names are there, not what they are
 
 
 def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:

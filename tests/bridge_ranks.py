@@ -84,7 +84,11 @@ def answer(job: dict[str, Any], rank: int, world: int, rendezvous: str) -> dict[
         version = _version(Path(job["base"]))
         provider, _ = model_load_save.load_model_config(version)
         overrides = answer_overrides(provider) | {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-        overrides |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "pipeline_dtype": torch.float32}
+        overrides |= {
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+            "pipeline_dtype": torch.float32,
+        }
         chunks = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
         keys = with_adapter(chunks, Path(job["adapter"])) if job.get("adapter") else {}
         sizes = Namespace(hidden_size=chunks[0].config.hidden_size, params_dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Megatron-Bridge itself asked what its bridges make of Megatron's names: one line with Hugging Face's.
 
-    python -m tests.bridge_registries JOBS.json      a list of {"bridge": class, "names": Megatron's}
+python -m tests.bridge_registries JOBS.json      a list of {"bridge": class, "names": Megatron's}
 """
 
 import json
@@ -16,7 +16,9 @@ def answer(job: dict[str, Any]) -> dict[str, list[str] | None]:
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 
     found: dict[str, list[str] | None] = {}
-    registry = next(each for each in _all_below(MegatronModelBridge) if each.__name__ == job["bridge"])().mapping_registry()
+    registry = next(
+        each for each in _all_below(MegatronModelBridge) if each.__name__ == job["bridge"]
+    )().mapping_registry()
     for name in job["names"]:
         mapping = registry.megatron_to_hf_lookup(name)
         names = None if mapping is None else mapping.hf_param

@@ -272,10 +272,38 @@ def test_dora_of_a_layer_whose_bias_bridge_would_scale_is_refused(tmp_path: Path
 
 def test_adapters_of_experts_that_differ_have_no_place_in_a_grouped_layer(tmp_path: Path) -> None:
     outcome = run(
-        *("convert", "--loader", "peft", "--load-dir", EXPERTS / "adapter", "--config", EXPERTS / "base", "--saver", "core"),
+        *(
+            "convert",
+            "--loader",
+            "peft",
+            "--load-dir",
+            EXPERTS / "adapter",
+            "--config",
+            EXPERTS / "base",
+            "--saver",
+            "core",
+        ),
         *("--ckpt-format", "torch_dist", "--save-dir", tmp_path / "out", "--moe-grouped-gemm"),
     )
     assert_refused(outcome, 2, "experts have adapters of their own", "leave --moe-grouped-gemm out")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "shape", "words"),
+    [
+        ({}, "experts.lora_A.weight", (448,), ["mlp.experts has matrices [448]"]),
+        ({"use_dora": True}, "experts.lora_magnitude_vector", (32,), ["magnitude"]),
+    ],
+)
+def test_matrices_of_experts_of_another_kind_are_named(
+    config: dict[str, Any], name: str, shape: tuple[int, ...], words: list[str], tmp_path: Path
+) -> None:
+    def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {name: tensor for name, tensor in tensors.items() if "experts.lora" in name}
+        return kept | {f"base_model.model.model.layers.{layer}.mlp.{name}": torch.zeros(shape) for layer in (0, 1)}
+
+    adapter = edited(EXPERTS / "adapter", tmp_path / "in", config, changed)
+    refused_of_peft(tmp_path, adapter, EXPERTS, *words, status=2 if config else 3)
 
 
 def back(core: Path, base: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -317,7 +345,7 @@ def test_what_only_some_layers_and_modules_have_is_filled_up_with_zeros(tmp_path
 
 def test_several_as_become_one_below_the_other(tmp_path: Path) -> None:
     found = assert_same_function(LINEAR / "adapter", LINEAR, tmp_path, "--option", "lora=fused", "--tp", 2)
-    assert {tuple(tensor.shape)[0] for name, tensor in found.items() if "lora_A" in name} == {12}
+    assert {len(tensor) for name, tensor in found.items() if "lora_A" in name} == {12}
     assert (run_config(tmp_path)["_target_"], run_config(tmp_path)["dim"]) == ("megatron.bridge.peft.lora.LoRA", 12)
 
 
@@ -332,7 +360,9 @@ def test_dora_goes_there_and_back_with_its_magnitudes(tmp_path: Path) -> None:
     found = assert_same_function(adapter, LINEAR, tmp_path)
     assert run_config(tmp_path)["_target_"] == "megatron.bridge.peft.dora.DoRA"
     assert settings_of(tmp_path / "back")["use_dora"] is True
-    lengths = {name: tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items() if "magn" in name}
+    lengths = {
+        name: tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items() if "magn" in name
+    }
     assert_same_bits({name: found[name] for name in lengths}, lengths)
     # What Bridge's own adapters come back as has one A three times, which is found to be one again.
     translate(tmp_path / "back", LINEAR, tmp_path / "again")

@@ -124,6 +124,14 @@ def test_what_can_not_be_written_is_an_error_that_says_what_to_do(tmp_path: Path
     assert_refused(run(*command, "--verify"), 2, "--verify", "gguf")
 
 
+@pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken"])
+def test_ranks_of_tiktoken_alone_are_refused_with_what_they_lack(name: str, tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "in")
+    (source / name).write_text("IQ== 0\nIg== 1\n")
+    outcome = run("convert", "--load-dir", source, "--saver", "gguf", "--save-dir", tmp_path / "out")
+    assert_refused(outcome, 2, name, "the special tokens, which are in", "tokenizer.json", "--option tokenizer=none")
+
+
 def test_a_tokenizer_that_splits_text_in_an_unknown_way_asks_for_its_name(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()

@@ -44,6 +44,8 @@ PARTNERS: dict[str, dict[str, Any]] = {
         "mamba.groups": 2,
         "mamba.state": 7,
     },
+    "head.classes": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
+    "head.choices": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
 }
 """What has to change with a field for the model to be one at all."""
 FOLLOWS = {

@@ -39,6 +39,7 @@ def tokenizer_values(files: Mapping[str, Path], config: ModelConfig, extra: Mapp
         with well_formed(str(path)):
             found, named = _byte_level(read_json(path, SIDECAR_BYTES), config, extra, str(path))
     else:
+        _refuse_ranks(files)
         raise UsageError(
             "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
             "--option tokenizer=none leaves the tokenizer out"
@@ -120,6 +121,17 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if byte < 128 or shift > 63:
             return value, at
+
+
+def _refuse_ranks(files: Mapping[str, Path]) -> None:
+    """Raises NotExpressible for tiktoken's ranks alone (Qwen 1, Kimi): bytes in base64 and a number, a line each."""
+    ranks = [name for name in files if name == "tiktoken.model" or name.endswith(".tiktoken")]
+    if ranks:
+        raise NotExpressible(
+            f"{files[ranks[0]]}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the special "
+            "tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it "
+            "beside and give the directory as --config, or leave the tokenizer out with --option tokenizer=none"
+        )
 
 
 def _byte_level(

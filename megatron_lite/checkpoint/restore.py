@@ -21,6 +21,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
+from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
 from megatron_lite.checkpoint.weights import load_weights, read_rows
@@ -172,6 +173,7 @@ def load(engine: Engine, start: Start) -> None:
     if start.progress.engine is not None:
         fresh, found = engine.state(), start.progress.engine
         engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
+        amax.restore(engine, found.get(amax.AMAX, {}))
 
 
 def _check_kind(names: Iterable[str], wanted: set[str], start: Start) -> None:

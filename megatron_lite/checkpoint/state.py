@@ -33,7 +33,7 @@ class Progress:
     consumed_valid_samples: int = 0
     flops: float = 0.0
     engine: Mapping[str, Any] | None = None
-    """As Engine.state() gives it: updates done, loss scale; None: a fresh optimizer."""
+    """As Engine.state() gives it: updates done, loss scale; in a checkpoint besides FP8's histories (amax.py). None: a fresh optimizer."""
 
     @property
     def updates(self) -> int:

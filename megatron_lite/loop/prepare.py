@@ -81,7 +81,9 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     else:
         datasets = learned.datasets(settings, tokenizer, sizes, counts)
     sinks = all_or_none(lambda: _sinks(settings, place))
-    grid = make_grid(sizes.layout, sizes.dp, place.device, cp=sizes.cp, experts=config.experts.count > 0)
+    grid = make_grid(
+        sizes.layout, sizes.dp, place.device, cp=sizes.cp, near=options.near, experts=config.experts.count > 0
+    )
     engine = Engine(config, grid, options, optimizer_options(settings))
     if start is None:
         init_weights(engine, settings.model.init_method_std, settings.training.seed)
@@ -150,7 +152,8 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
-        context=settings.parallel.cp_comm_type[0], mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
+        context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         preference=_preference(settings.dpo), fp8=_fp8(settings), balance=_balancing(settings.balance),
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from formats import rank_files
 from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
 from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.saver import Saver
@@ -312,7 +313,7 @@ def examine(run: Run, exam: Exam) -> None:
         run.say(
             f"step {step:>6} | epoch {epoch} | {path}: {right:,.0f} of {count:,.0f} right | accuracy {right / count:.4%}"
         )
-    for sink in run.sinks if run.place.rank == 0 else ():
+    for sink in run.sinks if found and run.place.rank == 0 else ():
         sink.write(
             step,
             {"iteration": step, "epoch": epoch}
@@ -354,6 +355,9 @@ def _snapshot(run: Run) -> Snapshot:
     samples = progress.scheduled_samples
     rates = run.rate.at(samples), run.decay.at(samples)
     with_optimizer = not saving.no_save_optim
+    largest = amax.histories(run.engine)
+    if largest and progress.engine is not None:
+        progress = replace(progress, engine={**progress.engine, amax.AMAX: largest})
     common = common_state(
         run.settings, run.config, run.sizes, run.dropouts, progress, scheduler_state(run.rate, run.decay, samples), rates,
         with_optimizer=with_optimizer,

@@ -70,11 +70,14 @@ def _with_others(
     largest: Tensor | None,
 ) -> Tensor:
     """Where other ranks have the other tokens. Dropout goes with a2a alone: sizes.py refuses it otherwise."""
-    if ranks.how != "a2a":
-        across: Tensor = attend_across(q, k, v, ranks, run.packed, scale, sinks, window, largest)
-        return across
-    q, k, v = (heads_for_tokens(x, ranks) for x in (q, k, v))
-    sinks, largest = (None if x is None else x.chunk(ranks.size)[ranks.rank] for x in (sinks, largest))
+    near, far = ranks.over_heads, ranks.over_blocks
+    if near is not None:
+        q, k, v = (heads_for_tokens(x, near) for x in (q, k, v))
+        sinks, largest = (None if x is None else x.chunk(near.size)[near.rank] for x in (sinks, largest))
+    if far is not None:
+        across: Tensor = attend_across(q, k, v, far, run.packed, scale, sinks, window, largest)
+        return across if near is None else tokens_for_heads(across, near)
+    assert near is not None
     how: Any = {
         "window": window,
         "backend": backend,
@@ -83,7 +86,7 @@ def _with_others(
         "largest": largest,
         "dropout": dropout,
     }
-    return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), ranks)
+    return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), near)
 
 
 def choose(backend: str, q: Tensor, v: Tensor) -> str:

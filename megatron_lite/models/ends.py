@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
@@ -12,6 +11,7 @@ from megatron_lite.models.passes import Pass
 from megatron_lite.models.plan import Plan
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.product import linear
 from megatron_lite.parallel.tensor import VocabEmbedding
 
 
@@ -84,7 +84,7 @@ class Head(nn.Module):
         ranks = self.plan.ranks
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
-        own = F.linear(hidden, self._matrix(shared), self.bias).float().permute(2, 1, 0)
+        own = linear(hidden, self._matrix(shared), self.bias).float().permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)
 

@@ -1,6 +1,6 @@
 """Which matrices are multiplied in FP8: those of layers, each with a product of its own; neither head nor embedding nor router."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -46,10 +46,9 @@ def check_device(options: FP8 | None, device: torch.device, tp: int) -> None:
         )
 
 
-def delayed_products(chunks: Iterable[nn.Module]) -> Iterator[DelayedProduct]:
-    """Those whose scales follow from the steps before."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            product = getattr(module, "product", None)
-            if isinstance(product, DelayedProduct):
-                yield product
+def delayed_products(chunk: nn.Module) -> Iterator[tuple[str, DelayedProduct]]:
+    """Those whose scales follow from the steps before, by the names of their matrices."""
+    for name, module in chunk.named_modules():
+        product = getattr(module, "product", None)
+        if isinstance(product, DelayedProduct):
+            yield name, product

@@ -173,7 +173,8 @@ class Passes:
             return self._at(positions.t())
         length = tokens.shape[1]
         if length not in self._whole:
-            self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
+            with torch.inference_mode(False):  # a pass that is trained on may come next
+                self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
         return self._whole[length]
 
     def _at(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

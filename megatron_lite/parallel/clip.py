@@ -9,8 +9,8 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.zero import FlatRange
 
-CPU_BLOCK, GPU_BLOCK = 1 << 17, 1 << 22
-"""Elements that are float64 at one time: on a CPU so few that they stay in its cache."""
+BLOCK = 1 << 17
+"""Elements whose squares are summed in float32, before the sums of all blocks are in float64."""
 
 
 def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
@@ -39,8 +39,7 @@ def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:
 
 def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Tensor:
     """Sum of squares, float64 [], of the gradients that this rank counts: over all ranks every parameter counts once."""
-    norms = [torch.zeros((), dtype=torch.float64, device=grid.device)]
-    block = CPU_BLOCK if grid.device.type == "cpu" else GPU_BLOCK
+    sums = [torch.zeros((), device=grid.device)]
     for item in ranges:
         elsewhere = (
             (item.info.replicated and grid.tp_rank)
@@ -48,10 +47,8 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
             or item.info.is_copy
         )
         if not elsewhere:
-            for start in range(0, len(item.gradient), block):
-                part = item.gradient[start : start + block]
-                norms.append(torch.linalg.vector_norm(part, dtype=torch.float64))
-    return torch.stack(norms).square().sum()
+            sums += (torch.dot(part, part) for part in torch.split(item.gradient, BLOCK))
+    return torch.stack(sums).double().sum()
 
 
 def clip_factor(norm: float, most: float) -> float:

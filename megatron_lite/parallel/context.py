@@ -24,6 +24,21 @@ class ContextGroup:
     size: int
     how: str
     """In which attention brings queries to keys: a word of settings.options.CONTEXT."""
+    levels: "tuple[ContextGroup, ContextGroup] | None" = None
+    """Of a2a+p2p: the near ranks, which take heads for tokens, and the far ones, which have the same heads then.
+
+    Near ranks are neighbours, whose blocks together are two runs of blocks: those that one of the far ranks would have of as many.
+    """
+
+    @property
+    def over_heads(self) -> "ContextGroup | None":
+        """The ranks that take heads for tokens."""
+        return self if self.how == "a2a" else None if self.levels is None else self.levels[0]
+
+    @property
+    def over_blocks(self) -> "ContextGroup | None":
+        """The ranks that attend to each other's tokens block by block."""
+        return None if self.how == "a2a" else self if self.levels is None else self.levels[1]
 
     def blocks(self, rank: int) -> tuple[int, int]:
         """The two of a rank, in the order in which it has them."""

@@ -78,10 +78,7 @@ class FP8Product(OtherProduct):
 
 
 class DelayedProduct(FP8Product):
-    """With the scales that the largest elements of the steps before give; the first step's own where there were none.
-
-    These are not kept in checkpoints: a run that goes on has one step with scales of its own.
-    """
+    """With the scales that the largest elements of the steps before give; the first step's own where there were none."""
 
     def __init__(self, options: FP8) -> None:
         super().__init__(options)
@@ -104,6 +101,14 @@ class DelayedProduct(FP8Product):
             before = self.history.get(role, found.new_zeros(0))
             self.history[role] = torch.cat((found.view(1), before))[: self.options.history]
         self.largest.clear()
+
+    def state(self) -> Tensor:
+        """float32 [roles, steps]: the histories, of which there are any after a step."""
+        return torch.stack([self.history[role] for role in ROLES])
+
+    def load_state(self, state: Tensor) -> None:
+        """As state() gave it, perhaps with more or fewer steps than are asked for now."""
+        self.history = dict(zip(ROLES, state[:, : self.options.history].clone(), strict=True))
 
 
 class BlockProduct(FP8Product):

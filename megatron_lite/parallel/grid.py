@@ -95,6 +95,11 @@ class Grid:
     def pp_rank(self) -> int:
         return self.mesh.place(self.rank)["pp"]
 
+    @property
+    def column(self) -> ProcessGroup | None:
+        """The stages that this rank's microbatches pass through; None where there is one."""
+        return next(iter(self.channels.values()), None)
+
     def rank_along(self, axis: str) -> int:
         """Of this rank among those of its group."""
         if axis == "replicas":
@@ -130,10 +135,13 @@ class Grid:
                 dist.destroy_process_group(group)
 
 
-def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, experts: bool = False) -> Grid:
+def make_grid(
+    layout: Layout, dp: int, device: torch.device, *, cp: int = 1, near: int = 1, experts: bool = False
+) -> Grid:
     """Collective over the default process group, which exists unless the world is one process.
 
-    experts: whether the model has any. Raises LayoutError where tp x cp x dp x pp isn't the number of processes.
+    near: of the context ranks, how many neighbours are a group of their own, for a2a+p2p. experts: whether the model has any.
+    Raises LayoutError where tp x cp x dp x pp isn't the number of processes.
     """
     tp, pp = layout.tp, layout.pp
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -157,7 +165,11 @@ def make_grid(layout: Layout, dp: int, device: torch.device, *, cp: int = 1, exp
             wanted["stacks"] = [[column[0], column[split]] for column in columns]
     made = _Groups(rank, device)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
-    groups["cp"] = _Groups(rank, device).own(dense.groups("cp"))  # its own, so that keys don't queue behind gradients
+    rows = dense.groups("cp")
+    groups["cp"] = _Groups(rank, device).own(rows)  # its own, so that keys don't queue behind gradients
+    if near > 1:
+        groups["cp_near"] = made.own([row[at : at + near] for row in rows for at in range(0, cp, near)])
+        groups["cp_far"] = made.own([row[at::near] for row in rows for at in range(near)])
     grid = Grid(
         layout,
         dp,

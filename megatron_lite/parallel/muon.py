@@ -73,9 +73,11 @@ class Muon:
         self.matrices, self.options = matrices, options
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float) -> None:
+    def step(self, lr: float, weight_decay: float, factor: float = 1.0) -> None:
+        """By gradients times factor."""
         options = self.options
         for matrix in self.matrices:
+            matrix.gradient.mul_(factor)
             matrix.master.mul_(1 - lr * weight_decay)
             matrix.momentum.lerp_(matrix.gradient, 1 - options.momentum)
             moved = matrix.gradient.lerp(matrix.momentum, options.momentum) if options.nesterov else matrix.momentum

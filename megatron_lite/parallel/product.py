@@ -9,17 +9,29 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+TURNED_ROUND = range(8, 16)
+"""Rows of which MKL makes W x' faster than x W' in float32: up to 2.8 times as fast for 15 rows and a matrix of 4096 by 4096."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] -> [..., out]; for autograd."""
+    rows = x.numel() // x.shape[-1]
+    if rows not in TURNED_ROUND or x.is_cuda or x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    made = torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
+    return made if bias is None else made + bias
+
 
 class Product:
     """In the dtype of the tensors."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]; for autograd."""
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same without autograd: what a Function calls that has a backward pass of its own."""
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad [..., out] -> the gradient of x [..., in]."""

@@ -181,12 +181,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed, grad, wide = x.float() * inverse, grad.float(), weight.float()
-        along_each = grad * normed
-        dweight = along_each.sum(tuple(range(x.dim() - 1))).to(weight.dtype)
-        along = (along_each @ wide).div_(x.shape[-1]).unsqueeze(-1)
-        dx = (grad * wide).addcmul_(normed, along, value=-1).mul_(inverse)
-        return dx.to(x.dtype), dweight, None
+        rows, grads = (each.reshape(-1, x.shape[-1]).float() for each in (x, grad))
+        wide, each_inverse = weight.float(), inverse.view(-1)
+        products = grads * rows
+        dweight = torch.mv(products.t(), each_inverse)
+        along = torch.mv(products, wide).mul_(each_inverse.pow(3)).div_(x.shape[-1])
+        dx = (grads * wide).mul_(each_inverse.unsqueeze(-1)).addcmul_(rows, along.unsqueeze(-1), value=-1)
+        return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None
 
 
 def adapted(y: Tensor, adapter: nn.Module | None, x: Tensor) -> Tensor:

@@ -141,25 +141,26 @@ class Optimizer:
         ]  # fmt: skip
         return Muon(matrices, options) if matrices else None
 
-    def scale_gradients(self, factor: float) -> None:
-        """Of this rank's parts."""
-        if factor != 1.0:
-            for bucket in self._buckets:
-                bucket.gradients[bucket.own].mul_(factor)
-
     def step(
-        self, lr: float, weight_decay: float, row_factors: Mapping[tuple[int, str], Tensor] = MappingProxyType({})
+        self,
+        lr: float,
+        weight_decay: float,
+        factor: float = 1.0,
+        row_factors: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
     ) -> None:
-        """Update masters by their gradients, round them to the parameters and start to gather those.
+        """Update masters by their gradients times factor, round them to the parameters and start to gather those.
 
+        Gradients are multiplied in passing, in the one kernel that reads them anyway.
         row_factors: by chunk and parameter, what rows of masters are multiplied with when they are updated.
         """
         if self._torch is not None:
             for group in self._torch.param_groups:
                 group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+            divisor = None if factor == 1.0 else torch.full((), 1 / factor, device=self._masters[0].device)
+            setattr(self._torch, "grad_scale", divisor)  # noqa: B010  # what torch.amp tells it
             self._torch.step()
         if self._muon is not None:
-            self._muon.step(lr, weight_decay)
+            self._muon.step(lr, weight_decay, factor)
         for item in self._ranges:
             if (item.chunk, item.name) in row_factors:
                 item.multiply_rows(row_factors[item.chunk, item.name])

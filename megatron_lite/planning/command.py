@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
@@ -24,7 +25,7 @@ from megatron_lite.settings.sizes import work_out
 DESCRIPTION = """\
 Memory of each rank, bytes between ranks and the pipeline's bubble of a run, without starting it or reading a weight.
 
---world-size N       ranks of the run (as few as tp x pp)
+--world-size N       ranks of the run (as few as tp x cp x pp)
 --json               for programs
 --load PATH          a config.json, or any checkpoint that megaconv reads; without it flags describe the model
 
@@ -78,14 +79,20 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not (precision.bf16 or precision.fp16 or precision.fp32):
         settings = replace(settings, precision=replace(precision, bf16=True))
-    if settings.parallel.context_parallel_size > 1 or settings.lora.wanted or settings.dpo.dpo:
-        raise NotExpressible("context parallelism, adapters and --dpo can't be planned yet; leave their flags out")
+    if settings.lora.wanted or settings.dpo.dpo:
+        raise NotExpressible("adapters and --dpo can't be planned yet; leave their flags out")
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
     if config.family in OF_THEIR_OWN:
         raise NotExpressible(f"a run of a {config.family} can't be planned yet")
     parallel = settings.parallel
-    ranks = world or parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks = world or prod(
+        (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.context_parallel_size,
+        )
+    )
     return Described(config, work_out(settings, config, options, ranks), options, optimizer_options(settings))
 
 

@@ -46,7 +46,7 @@ def stage_memory(run: Described) -> list[Memory]:
     shares = rank_shares(family(run.config.family).rows, run.config, layout, run.vocab_rows)
     found = []
     for pp_rank, share in enumerate(shares):
-        kept = share.dense * _bytes_each(run, run.sizes.dp) + share.experts * _bytes_each(run, run.expert_dp)
+        kept = share.dense * _bytes_each(run, run.replicas) + share.experts * _bytes_each(run, run.expert_dp)
         found.append(Memory(share.parameters, round(kept), activations(run, pp_rank)))
     return found
 
@@ -71,7 +71,7 @@ def activations(run: Described, pp_rank: int) -> int:
 
 def _kept_by(run: Described, chunk: Chunk) -> int:
     """A forward pass of one microbatch through a chunk, until its backward pass."""
-    tokens, elements = run.sizes.seq * run.sizes.micro_batch, 0.0
+    tokens, elements = run.tokens, 0.0
     for group, whole in _groups(run, chunk):
         elements += _width(run) if whole else sum(layer_elements(run, layer) for layer in group)
     found = elements * tokens * run.itemsize
@@ -99,7 +99,7 @@ def _groups(run: Described, chunk: Chunk) -> Iterator[tuple[range, bool]]:
 
 def _inside(run: Described, chunk: Chunk) -> int:
     """Of the largest group of layers that is computed again."""
-    tokens = run.sizes.seq * run.sizes.micro_batch * run.itemsize
+    tokens = run.tokens * run.itemsize
     inside = (sum(layer_elements(run, layer) for layer in group) for group, whole in _groups(run, chunk) if whole)
     return round(max(inside, default=0.0) * tokens)
 
@@ -119,6 +119,11 @@ def layer_elements(run: Described, layer: int) -> float:
     if kind.mixer != "none":
         into = _width(run) if config.latent.kv_rank else normed  # what is normed for several matrices is kept
         found = _width(run) + into + _mixed(config, kind.mixer, rotates=kind.rotates) / tp
+        if run.sizes.cp > 1 and run.options.context in (
+            "a2a",
+            "a2a+p2p",
+        ):  # v, and what comes of attention, before and after their exchange
+            found += config.attention.head_dim * (config.attention.heads + config.attention.kv_heads) / tp
     if kind.mlp == "dense":
         found += _width(run) + normed + config.mlp.ffn * (gates if selective else gates + 1) / tp
     elif kind.mlp == "experts":

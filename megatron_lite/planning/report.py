@@ -18,6 +18,8 @@ from megatron_lite.planning.stages import Described
 from megatron_lite.planning.traffic import Traffic, stage_traffic
 from megatron_lite.settings.wording import counted
 
+_MESSAGES = {"pp": "messages between stages", "cp": "keys, values in a ring", "cp_far": "keys, values in a ring"}
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -60,7 +62,10 @@ class Planned:
         run = self.run
         return {
             "family": run.config.family, "parameters": self.parameters, "world_size": run.world,
-            "layout": {**run.sizes.layout.sizes(), "vpp": run.sizes.layout.vpp, "dp": run.sizes.dp, "expert_dp": run.expert_dp},
+            "layout": {
+                **run.sizes.layout.sizes(), "vpp": run.sizes.layout.vpp, "cp": run.sizes.cp, "dp": run.sizes.dp,
+                "expert_dp": run.expert_dp,
+            },
             "batch": {
                 "global": run.sizes.batch.full, "micro": run.sizes.micro_batch, "sequence": run.sizes.seq,
                 "microbatches": run.microbatches,
@@ -83,7 +88,8 @@ class Planned:
         """For people."""
         run = self.run
         model = f"{run.config.family}, {self.parameters:,} parameters, {run.options.dtype}"
-        yield f"{model}; {counted(run.world, 'rank')}: {run.sizes.layout}, DP {run.sizes.dp}"
+        context = f", CP {run.sizes.cp}" if run.sizes.cp > 1 else ""
+        yield f"{model}; {counted(run.world, 'rank')}: {run.sizes.layout}{context}, DP {run.sizes.dp}"
         yield (
             f"a step: {counted(run.sizes.batch.full, 'sequence')} of {run.sizes.seq} tokens, "
             f"{counted(run.microbatches, 'microbatch', 'microbatches')} of "
@@ -98,7 +104,7 @@ class Planned:
         if self.traffic[busiest]:
             yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
         for item in self.traffic[busiest]:
-            what = f"{item.kind} of {item.ranks} ranks" if item.kind != "send" else "messages between stages"
+            what = f"{item.kind} of {item.ranks} ranks" if item.kind != "send" else _MESSAGES[item.group]
             yield f"{item.group:>8}  {what:<28} {readable(round(item.bytes)):>11}, of which it sends {readable(round(item.sent))}"
         if self.untrained is not None:
             yield f"this trainer can't train it so yet: {self.untrained}"

@@ -40,13 +40,23 @@ class Described:
 
     @property
     def world(self) -> int:
-        return self.sizes.layout.tp * self.sizes.layout.pp * self.sizes.dp
+        return self.sizes.layout.tp * self.sizes.layout.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, those of experts apart."""
+        return self.sizes.dp * self.sizes.cp
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch that a context rank has."""
+        return self.sizes.seq // self.sizes.cp * self.sizes.micro_batch
 
     @property
     def expert_dp(self) -> int:
         """Ranks that hold the same experts."""
         layout = self.sizes.layout
-        return layout.tp * self.sizes.dp // (layout.ep * layout.etp)
+        return layout.tp * self.replicas // (layout.ep * layout.etp)
 
     @property
     def microbatches(self) -> int:

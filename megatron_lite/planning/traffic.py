@@ -24,7 +24,8 @@ class Traffic:
     """Of one rank and step."""
 
     group: str
-    """As parallel/grid.py has them: `tp`, `replicas`, `ep`, `etp`, `edp`, `ends`, `world`; `pp` for messages between stages."""
+    """As parallel/grid.py has them: `tp`, `cp`, `cp_near`, `cp_far`, `replicas`,
+    `ep`, `etp`, `edp`, `ends`, `world`; `pp` for messages between stages."""
     kind: str
     """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `send`."""
     bytes: float
@@ -50,7 +51,9 @@ def sizes(run: Described) -> dict[str, int]:
     """Ranks of each group."""
     layout = run.sizes.layout
     return {
-        "tp": layout.tp, "replicas": run.sizes.dp, "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
+        "tp": layout.tp, "cp": run.sizes.cp, "cp_near": run.options.near, "cp_far": run.sizes.cp // run.options.near,
+        "replicas": run.replicas,
+        "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
         "ends": 2 if layout.pp > 1 else 1, "world": run.world,
     }  # fmt: skip
 
@@ -77,7 +80,7 @@ def _end(chunk: Chunk) -> int:
 
 
 def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
-    tokens = run.sizes.seq * run.sizes.micro_batch
+    tokens = run.tokens
     whole = tokens * run.config.hidden * run.itemsize
     between = whole // run.sizes.layout.tp if run.sequence else whole
     if chunk.is_first:
@@ -120,6 +123,8 @@ def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
     """forward: how often its forward pass is computed."""
     config, kind = run.config, run.config.layers[layer]
     if kind.mixer != "none":
+        if kind.mixer == "attention":
+            yield from _of_other_tokens(run, forward)
         latent = config.latent
         into = (latent.q_rank or config.hidden) + latent.kv_rank if latent.kv_rank else config.hidden
         yield from _of_matrices(run, into, forward)
@@ -133,9 +138,28 @@ def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
         yield from _of_experts(run, forward)
 
 
+def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
+    """Of attention, between the context ranks; values travel as wide as keys but by a2a. Gradients of keys and values are float32 there."""
+    attention, cp, tp = run.config.attention, run.sizes.cp, run.sizes.layout.tp
+    how, near = run.options.context, run.options.near
+    heads, kv_heads = attention.heads // tp, attention.kv_heads // tp
+    keys = run.tokens * kv_heads * attention.head_dim
+    if how in ("p2p", "a2a+p2p"):  # near ranks have so many times the tokens then, and as many times fewer heads
+        group, far = ("cp", cp) if near == 1 else ("cp_far", cp // near)
+        yield group, "send", 2 * keys * (run.itemsize * (far - 1) * (forward + 1) + FLOAT32 * far)
+    if how == "all_gather":
+        yield "cp", "all_gather", 2 * keys * run.itemsize * cp * (forward + 1)
+        yield "cp", "reduce_scatter", 2 * keys * FLOAT32 * cp
+    if how in ("a2a", "a2a+p2p"):
+        queries = run.tokens * heads * attention.head_dim
+        values = run.tokens * (kv_heads + heads) * (run.config.latent.v_dim or attention.head_dim)
+        exchanged = (queries + keys + values) * run.itemsize * (forward + 1)  # values: and what comes of them
+        yield "cp" if near == 1 else "cp_near", "all_to_all", exchanged
+
+
 def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
     """A matrix sharded by columns and one by rows behind it. into: width of what the first takes."""
-    each = run.sizes.seq * run.sizes.micro_batch * run.itemsize
+    each = run.tokens * run.itemsize
     taken, given = each * into, each * run.config.hidden
     if run.sequence:
         yield "tp", "all_gather", taken * (forward + 1) + given
@@ -146,7 +170,7 @@ def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
 
 def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
     """What all tensor ranks' heads use, which each makes of its own tokens: the rotating part of latent attention's keys."""
-    each = run.sizes.seq * run.sizes.micro_batch * run.itemsize * width
+    each = run.tokens * run.itemsize * width
     if run.sequence:
         yield "tp", "all_gather", each * forward
         yield "tp", "reduce_scatter", each
@@ -157,7 +181,7 @@ def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
 def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
     """Rows to experts and back, with their weights; on the way back gradients of all of these."""
     experts, balance = run.config.experts, run.options.balance
-    tokens = run.sizes.seq * run.sizes.micro_batch // (run.sizes.layout.tp if run.sequence else 1)
+    tokens = run.tokens // (run.sizes.layout.tp if run.sequence else 1)
     rows = tokens * experts.per_token * run.itemsize
     each, etp = rows * (2 * run.config.hidden + 1) * (forward + 1), run.sizes.layout.etp
     yield "ep", "all_to_all", each + experts.count * INT64 * forward
@@ -165,7 +189,8 @@ def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
     yield "etp", "all_gather", experts.count * INT64 * forward * etp
     for kind, _ in balance.losses:
         each = run.sizes.micro_batch if kind == "seq_aux_loss" else 1
-        yield "tp", "all_reduce", each * experts.count * FLOAT32 * forward
+        for axis in ("tp", "cp"):
+            yield axis, "all_reduce", each * experts.count * FLOAT32 * forward
 
 
 def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:

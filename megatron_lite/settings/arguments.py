@@ -30,10 +30,10 @@ WITHOUT_EFFECT = {
 
 REFUSED = {
     "apply_layernorm_1p": "norms that multiply with their weight + 1",
-    "apply_residual_connection_post_layernorm": "norms of the sums of each sublayer, as in the original BERT,", "decoupled_lr": "a learning rate of embedding and head alone",
+    "apply_residual_connection_post_layernorm": "norms of the sums of each sublayer, as in the original BERT,",
+    "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone",
     "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
-    "hierarchical_context_parallel_sizes": "a2a within p2p (--cp-comm-type a2a+p2p)",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
     "no_position_embedding": "a model without any positions (rope needs no such flag)",
 }  # fmt: skip

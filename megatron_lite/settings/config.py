@@ -104,7 +104,10 @@ class Parallel:
     context_parallel_size: int = flag(1, "ranks that share each sequence", short="--cp")
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
-        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens)",
+        "how they attend to each other's tokens: p2p (keys and values in a ring), all_gather, a2a (heads for tokens), a2a+p2p",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "of a2a+p2p, NEAR FAR: so many neighbours take heads for tokens, and so many of these attend in a ring"
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", short="--ep")
     expert_tensor_parallel_size: int | None = flag(

@@ -32,8 +32,9 @@ class Balancing:
     """In which the router computes; None: that of its input."""
 
 
-CONTEXT = ("p2p", "all_gather", "a2a")
-"""Keys and values wander in a ring, are gathered, or each rank gets some heads of all tokens; by Megatron's words."""
+CONTEXT = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""Keys and values wander in a ring, are gathered, or each rank gets some heads of all tokens; or the last among near ranks and the first
+among far ones. By Megatron's words."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class ModelOptions:
     """torch.compile each layer."""
     context: str = "p2p"
     """How attention brings queries to the keys of other ranks where several share a sequence: a word of CONTEXT."""
+    near: int = 1
+    """Of a2a+p2p, how many neighbours among the context ranks take heads for tokens."""
     loss_rows: int | None = None
     """Tokens whose logits exist at one time; None: what the device likes (models/loss.py)."""
     fp8: FP8 | None = None

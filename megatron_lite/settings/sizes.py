@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from math import prod
 
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
@@ -169,10 +170,11 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
             f"context parallelism cuts {sequence} tokens into 2 x cp = 2 x {cp} blocks; take a sequence that is a multiple of {2 * cp}"
         )
     for name, count in (("heads", attention.heads), ("kv_heads", attention.kv_heads)):
-        if how == "a2a" and count % (layout.tp * cp):
+        near = {"a2a": cp, "a2a+p2p": options.near}.get(how, 1)
+        if count % (layout.tp * near):
             raise LayoutError(
-                f"--cp-comm-type a2a shares out heads: {name} = {count} can't be divided over tp x cp = {layout.tp} x {cp} = "
-                f"{layout.tp * cp}; take p2p or all_gather"
+                f"--cp-comm-type {how} shares out heads: {name} = {count} can't be divided over tp x {'cp' if near == cp else 'near'} = "
+                f"{layout.tp} x {near} = {layout.tp * near}; take p2p or all_gather"
             )
     if options.attention_dropout and how != "a2a":
         raise LayoutError(
@@ -271,6 +273,7 @@ def check_flags(settings: Settings) -> None:
         (muon and settings.lora.wanted, "--optimizer muon is for whole matrices; take adam to train adapters"),
         (muon and precision.fp16, "--optimizer muon is for bf16 and fp32, as in Megatron core; leave --fp16 out"),
         *_of_scores(settings),
+        *_of_levels(settings.parallel),
         (settings.parallel.cp_comm_type not in {(word,) for word in CONTEXT},
          f"--cp-comm-type {' '.join(settings.parallel.cp_comm_type)} can't be had; take one of {', '.join(CONTEXT)} for all layers"),
         (unknown, f"--moe-router-load-balancing-type {' '.join(sorted(unknown))} can't be had yet; there are aux_loss, seq_aux_loss, "
@@ -307,6 +310,16 @@ def check_flags(settings: Settings) -> None:
     for wrong, message in refused:
         if wrong:
             raise UsageError(message)
+
+
+def _of_levels(parallel: Parallel) -> list[tuple[bool, str]]:
+    """(what is wrong, how it is said) of context parallelism on two levels."""
+    levels, cp = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
+    if parallel.cp_comm_type != ("a2a+p2p",):
+        return [(levels is not None, "--hierarchical-context-parallel-sizes goes with --cp-comm-type a2a+p2p")]
+    fits = levels is not None and len(levels) == 2 and min(levels) > 1 and prod(levels) == cp
+    said = "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes NEAR FAR, of 2 or more, which make"
+    return [(not fits, f"{said} --cp = {cp}")]
 
 
 def _of_scores(settings: Settings) -> list[tuple[bool, str]]:

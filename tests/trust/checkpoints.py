@@ -6,7 +6,11 @@
     <root>/sources/<format>-bare the same without megaconv.json
     <root>/sources/gguf          the same, written by megaconv
     <root>/sources/nemo          another one, put together as NeMo 1 unpacks it
+    <root>/sources/nemo-archive  the same in a .nemo archive
     <root>/sources/fsdp ...      other models, as verl, DeepSpeed and Orbax wrote them; nothing recorded
+    <root>/sources/gguf-experts  another one, as llama.cpp's converter wrote it
+    <root>/sources/whole ...     a model that sees, as a whole: in safetensors, rank files and torch_dist
+    <root>/sources/peft ...      adapters as peft wrote them, and (adapter ...) as they are written for Megatron-Bridge
 
 `python -m tests.trust.checkpoints DIRECTORY` makes those that need torch, in a process that ends.
 """
@@ -15,6 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +50,16 @@ DERIVED = {
 }
 """More kinds of output that are read and damaged, not those that runs are killed at."""
 
+_BRIDGE = "--saver core --ckpt-format torch_dist"
+ADAPTERS = {
+    "adapter": ("peft-llama-all-linear", f"{_BRIDGE} --tp 2"),
+    "adapter-fused": ("peft-llama-all-linear", f"{_BRIDGE} --option lora=fused"),
+    "adapter-experts": ("peft-mixtral-experts", _BRIDGE),
+}
+"""Adapters for Megatron-Bridge: (fixture that peft wrote, options)."""
+WHOLES = {"whole-core": "--saver core --tp 2 --pp 2", "whole-dist": f"{_BRIDGE} --tp 2"}
+"""Outputs of a model that sees."""
+
 _FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 NEIGHBOURS = {
@@ -52,11 +67,24 @@ NEIGHBOURS = {
     "deepspeed": "deepspeed-zero2-llama-tied-groups-dp2/checkpoint",
     "universal": "universal-zero2-llama-tied-groups-dp2",
     "orbax": "orbax-maxtext-scan-bf16/checkpoint",
+    "whole": "whole-qwen2_5_vl",
+    "peft": "peft-llama-all-linear/adapter",
+    "peft-dora": "peft-mixtral-expert-dora/adapter",
+    "gguf-experts": "gguf-qwen3moe-bpe",
 }
 """Formats that are only read -> fixture that their own software wrote."""
 
 _LLAMA = _FIXTURES / "peft-llama-all-linear/base"
-_READING = {"orbax": f"--config {_LLAMA} --option maxtext_rope=split", "nemo": f"--config {_LLAMA}"}
+_MIXTRAL = _FIXTURES / "peft-mixtral-experts/base"
+_READING = {
+    "orbax": f"--config {_LLAMA} --option maxtext_rope=split",
+    **dict.fromkeys(("nemo", "nemo-archive", "adapter", "adapter-fused"), f"--config {_LLAMA}"),
+    "adapter-experts": f"--config {_MIXTRAL}",
+    "peft": f"--loader peft --config {_LLAMA}",
+    "peft-dora": f"--loader peft --config {_MIXTRAL}",
+}
+_FILES = {"nemo-archive": "model.nemo", "gguf-experts": "qwen3moe-bpe-bf16.gguf"}
+"""What is given as the source, of those that aren't directories."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +95,18 @@ class Checkpoint:
     @property
     def reading(self) -> str:
         """Options without which it can't be read."""
-        return _READING.get(self.name, "")
+        return _READING.get(self.name.removesuffix("-bare"), "")
+
+    @property
+    def writing(self) -> str:
+        """Options of what it is converted to when it was damaged."""
+        if self.name.startswith(("adapter", "peft")):
+            return "--saver peft"
+        return "--saver core --tp 1" if "optimizer" in self.name else "--saver hf"
+
+    def source(self, copy: Path) -> Path:
+        """What is converted, in a copy of it."""
+        return copy / _FILES.get(self.name, "")
 
     @property
     def recorded(self) -> bool:
@@ -104,8 +143,24 @@ def _make(sources: Path) -> None:
     shutil.copy(sources / "hf" / "config.json", sources / "gguf")
     for name, fixture in NEIGHBOURS.items():
         shutil.copytree(_FIXTURES / fixture, sources / name)
+    shutil.rmtree(sources / "gguf-experts/hf")
+    (sources / "gguf-experts/notes.txt").write_text("so that there is another file to exchange it for")
+    for name, options in WHOLES.items():
+        _convert(sources / "whole", sources / name, options)
+    for name, (fixture, options) in ADAPTERS.items():
+        peft = _FIXTURES / fixture
+        _convert(peft / "adapter", sources / name, f"--loader peft --config {peft / 'base'} {options}")
+    _archive(sources / "nemo", sources / "nemo-archive")
     for path in [path for path in sources.iterdir() if (path / RECORD_NAME).is_file()]:
         shutil.copytree(path, sources / f"{path.name}-bare", ignore=shutil.ignore_patterns(RECORD_NAME))
+
+
+def _archive(unpacked: Path, target: Path) -> None:
+    """As NeMo has it, and something beside it."""
+    target.mkdir()
+    with tarfile.open(target / "model.nemo", "w", format=tarfile.GNU_FORMAT) as archive:
+        archive.add(unpacked, arcname=".")
+    (target / "notes.txt").write_text("of a run")
 
 
 def _convert(source: Path, target: Path, options: str) -> None:

@@ -213,9 +213,10 @@ _CHANGES: list[tuple[str, Callable[[bytes, Random], tuple[bytes, str]] | None]] 
 
 
 def _convert(bench: Bench, name: str) -> server.Outcome:
-    """`source` to `out`: weights to a Hugging Face directory, optimizer state to rank files."""
-    saver = "--saver core --tp 1" if "optimizer" in name else "--saver hf"
-    words = command(bench.folder / "source", bench.folder / "out", saver, bench.checkpoints[name].reading)
+    """`source` to `out`: weights to a Hugging Face directory, optimizer state to rank files, adapters to peft's."""
+    checkpoint = bench.checkpoints[name]
+    source = checkpoint.source(bench.folder / "source")
+    words = command(source, bench.folder / "out", checkpoint.writing, checkpoint.reading)
     return server.run(*words, folder=bench.folder)
 
 

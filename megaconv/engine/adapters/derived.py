@@ -112,7 +112,7 @@ def are_equal(tensors: Iterable[LazyTensor]) -> bool:
     if any((tuple(each.shape), each.dtype) != (tuple(first.shape), first.dtype) for each in others):
         return False
     return all(
-        np.array_equal(*(_read(each, box) for each in (first, other)))
+        np.array_equal(_read(first, box), _read(other, box))
         for other in others
         for box in row_blocks(tuple(first.shape), first.dtype, _COMPARED_AT_ONCE)
     )

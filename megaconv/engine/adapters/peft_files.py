@@ -115,7 +115,7 @@ class ModuleAdapter:
     magnitude: LazyTensor | None = None
     embedding: bool = False
 
-    def length_is_missing(self, config: AdapterConfig) -> bool:
+    def contradicts(self, config: AdapterConfig) -> bool:
         """Whether it lacks the magnitude that the configuration says it has, or the other way round."""
         return (self.magnitude is not None) != config.dora
 

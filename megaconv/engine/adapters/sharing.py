@@ -63,7 +63,9 @@ def _one_of(names: Sequence[str], weights: Mapping[str, LowRank], found: dict[Ke
     lows = [weights[name] for name in names if name in weights]
     if len(lows) < len(names) or len({(low.rank, low.alpha, low.length) for low in lows}) > 1:
         return {}
-    if not all(are_equal(found[Key(matrix)] for matrix in matrices) for matrices in ([x.a for x in lows], [x.b for x in lows])):
+    if not all(
+        are_equal(found[Key(matrix)] for matrix in matrices) for matrices in ([x.a for x in lows], [x.b for x in lows])
+    ):
         return {}
     first = lows[0]
     a, b = of_any_expert(first.a), of_any_expert(first.b)

@@ -160,6 +160,8 @@ def _sizes(native: NativeTensor) -> tuple[int, int, int]:
 
 
 def _fits(module: ModuleAdapter, native: NativeTensor) -> bool:
+    if not len(module.a.shape) == len(module.b.shape) == 2:
+        return False
     experts, outs, ins = _sizes(native)
     (a_rows, a_cols), (b_rows, b_cols) = module.a.shape, module.b.shape
     return (a_cols, b_rows) == (ins, outs) and a_rows == b_cols and a_rows % experts == 0
@@ -203,7 +205,7 @@ def _magnitudes(
     module: ModuleAdapter, adapter: Adapter, weight: float, names: _Names, native: NativeTensor
 ) -> dict[str, LazyTensor]:
     """Of DoRA, by canonical name; none without it. Raises NotExpressible where peft has no DoRA of this kind."""
-    if (module.magnitude is not None) != adapter.config.dora:
+    if module.contradicts(adapter.config):
         has = "no" if module.magnitude is None else "a"
         raise TensorMismatch(
             f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"

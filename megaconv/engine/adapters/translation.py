@@ -96,7 +96,9 @@ def b_tensor(weight: NativeTensor, name: str, canonical: Mapping[str, str], rank
 def length_tensor(weight: NativeTensor, name: str, canonical: Mapping[str, str]) -> NativeTensor:
     """DoRA's magnitudes [out] of a module."""
     outs, _ = sizes(weight)
-    return NativeTensor(name, _rows_of(weight, canonical, 1), (outs,), tp=0 if weight.tp == 0 else None, groups=weight.groups)
+    return NativeTensor(
+        name, _rows_of(weight, canonical, 1), (outs,), tp=0 if weight.tp == 0 else None, groups=weight.groups
+    )
 
 
 def _rows_of(weight: NativeTensor, canonical: Mapping[str, str], cols: int) -> dict[str, tuple[Region, ...]]:
@@ -137,9 +139,9 @@ class Module(NamedTuple):
         """Of the first part."""
         return next(iter(self.lows.values()))
 
-    def natives(self, a: str, b: str, length: str, length_rows: NativeTensor | None = None) -> Iterator[NativeTensor]:
+    def natives(self, names: tuple[str, str, str], length_rows: NativeTensor | None = None) -> Iterator[NativeTensor]:
         """Its tensors under these names; the last one only with DoRA."""
-        low = self.low
+        low, (a, b, length) = self.low, names
         yield a_tensor(self.weight, a, low.a, low.rank)
         yield b_tensor(self.weight, b, {part: low.b for part, low in self.lows.items()}, low.rank)
         if low.length:
@@ -167,7 +169,9 @@ def require_all_written(info: AdapterInfo, written: Collection[str], what: str) 
     """Raises NotExpressible for weights whose adapters an output hasn't. what: why, for the message."""
     left = [name for name in info.weights if name not in written]
     if left:
-        raise NotExpressible(f"adapters of {listing(left)}: {what}; merge the adapter into its base (--adapter) instead")
+        raise NotExpressible(
+            f"adapters of {listing(left)}: {what}; merge the adapter into its base (--adapter) instead"
+        )
 
 
 def open_pairs(
@@ -184,13 +188,15 @@ def open_pairs(
         rank = _rank(pair, where)
         parts = tuple(pair.weight.parts)
         shared, length = a_name(parts), pair.length is not None
-        found = {part: LowRank(shared, b_name(part), rank, pair.alpha, length_name(part) if length else "") for part in parts}
+        found = {
+            part: LowRank(shared, b_name(part), rank, pair.alpha, length_name(part) if length else "") for part in parts
+        }
         for part in parts:
             for name in of_each_expert(part, config.experts.count):
                 if name in weights:
                     raise TensorMismatch(f"{where}: {pair.name} changes {name}, which another module does too")
                 weights[name] = found[part]
-        natives = Module(pair.weight, found).natives(*[pair.name] * 3, pair.length_rows)
+        natives = Module(pair.weight, found).natives((pair.name, pair.name, pair.name), pair.length_rows)
         for native, tensor in zip(natives, (pair.a, pair.b, pair.length), strict=False):
             assert tensor is not None
             shapes |= dict(_shapes(native))

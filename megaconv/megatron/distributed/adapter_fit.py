@@ -35,7 +35,6 @@ from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor
 from megaconv.model.table import canonical_shapes
 
-
 EXPERT_RANKS = 1
 """Tensor-parallel ranks of experts with adapters: with more, Bridge 0.3.1 neither saves nor loads them ("Duplicate ShardedObject keys",
 since ParallelLinearAdapter writes the expert-parallel rank into the place of the tensor-parallel one)."""
@@ -61,7 +60,9 @@ def bridge_modules(
 ) -> list[BridgeModule]:
     """In all layers, wherever any layer has them."""
     found = list(_all_modules(table, config, info, fused=fused, grouped=grouped))
-    changed = {module.key.partition(" ")[0] for module in found if _weights(module.weight, config) & info.weights.keys()}
+    changed = {
+        module.key.partition(" ")[0] for module in found if _weights(module.weight, config) & info.weights.keys()
+    }
     return [module for module in found if module.key.partition(" ")[0] in changed]
 
 
@@ -97,7 +98,9 @@ def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> Opene
     info, config, table = header.adapter, header.config, family(header.config.family)
     assert info is not None
     if kind not in (None, FUSED):
-        raise UsageError(f"--option {ADAPTER_KIND}={kind}: is not known; choose {FUSED}, or leave it out for an adapter as it is")
+        raise UsageError(
+            f"--option {ADAPTER_KIND}={kind}: is not known; choose {FUSED}, or leave it out for an adapter as it is"
+        )
     if info.is_dora:
         require_dora_fits(table, config, info.weights, tp)
     fused = kind == FUSED or info.is_dora or is_fused(table, config, info)
@@ -204,7 +207,9 @@ def require_dora_fits(table: Family, config: ModelConfig, weights: Collection[st
                 f"DoRA of {name} at tp = {tp}: Megatron-Bridge divides by the length that a row has on one rank, not by that of the whole "
                 "row; choose --tp 1"
             )
-        if name.endswith("linear_qkv.weight") and any(part.removesuffix("weight") + "bias" in shapes for part in native.parts):
+        if name.endswith("linear_qkv.weight") and any(
+            part.removesuffix("weight") + "bias" in shapes for part in native.parts
+        ):
             raise NotExpressible(
                 f"DoRA of {name}: Megatron-Bridge scales the layer's bias too, which adds to its output, and peft doesn't{instead}"
             )

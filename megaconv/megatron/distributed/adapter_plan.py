@@ -115,8 +115,8 @@ class _Keys:
         lows = {part: self._low(part) for part in module.weight.parts}
         written = Module(rows_of_b(module.weight, "", ranks, module.name), lows)
         name = f"{module.name}{ADAPTER}{f'adapter_{module.kind}.' if module.kind else ''}"
-        names = (f"{name}{end}" for end in ("linear_in.weight", "linear_out.weight", "weight_magnitude"))
-        yield from written.natives(*names, rows_of_lengths(module.weight, ranks, module.name))
+        names = f"{name}linear_in.weight", f"{name}linear_out.weight", f"{name}weight_magnitude"
+        yield from written.natives(names, rows_of_lengths(module.weight, ranks, module.name))
 
     def _ranks(self, native: NativeTensor) -> int:
         """That share it."""
@@ -135,7 +135,10 @@ def targets(modules: Sequence[BridgeModule], table: Family, config: ModelConfig)
     """
     natives = adaptable_weights(table, config, CORE)
     everywhere = {_place_of(name.removesuffix(".weight")) for name in natives}
-    ours = {_place_of(module.name.replace(".mlp.experts.linear", ".mlp.experts.local_experts.0.linear")) for module in modules}
+    ours = {
+        _place_of(module.name.replace(".mlp.experts.linear", ".mlp.experts.local_experts.0.linear"))
+        for module in modules
+    }
     found = set()
     for module in modules:
         word = module.name.rpartition(".")[2]

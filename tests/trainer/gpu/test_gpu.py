@@ -1,4 +1,5 @@
-"""On a GPU: every small model against the CPU's losses, compiled layers, flash attention, FP8, grouped products, two ranks on NCCL.
+"""On a GPU: every small model against the CPU's losses, compiled layers, flash attention, FP8, grouped products, the same bits twice,
+saves through pinned memory, two ranks on NCCL.
 
 Written without a GPU at hand: until `make test-gpu` has run somewhere, none of these has ever been seen to pass.
 """
@@ -30,15 +31,7 @@ def losses(case: Case, device: torch.device) -> list[float]:
     engine = make_engine(case, device=device)
     found = []
     for number in range(STEPS):
-        own = [
-            replace(
-                batch,
-                tokens=batch.tokens.to(device),
-                labels=batch.labels.to(device),
-                loss_mask=None if batch.loss_mask is None else batch.loss_mask.to(device),
-            )
-            for batch in batches(case, number)
-        ]
+        own = [batch.to(device) for batch in batches(case, number)]
         found.append(engine.train_step(own, lr=1e-3, weight_decay=0.1).loss)
     engine.finish()
     return found
@@ -89,6 +82,24 @@ def test_the_grouped_product_of_experts_is_that_of_one_after_the_other() -> None
     ours, theirs = (torch.autograd.grad(made.square().sum(), [x, *weights]) for made in (found, expected))
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=5e-2, atol=2.0)
+
+
+def test_deterministic_runs_give_the_same_bits_and_one_that_saves_meanwhile_saves_those_of_its_step(
+    tmp_path: Path,
+) -> None:
+    words = "--bf16 --train-iters 4 --save ckpt --save-interval 2 --ckpt-format torch --deterministic-mode"
+    for name, more in (("once", ""), ("again", ""), ("meanwhile", "--async-save")):
+        train(tmp_path / name, 1, f"pretrain {LLAMA} {words} {more}")
+    for iteration in (2, 4):
+        once, *others = (saved_weights(tmp_path / name / "ckpt", iteration) for name in ("once", "again", "meanwhile"))
+        for other in others:
+            assert all(torch.equal(other[name], tensor) for name, tensor in once.items())
+
+
+def saved_weights(checkpoint: Path, iteration: int) -> dict[str, torch.Tensor]:
+    file = checkpoint / f"iter_{iteration:07}" / "mp_rank_00" / "model_optim_rng.pt"
+    model = torch.load(file, weights_only=False)["model"]
+    return {name: tensor for name, tensor in model.items() if tensor is not None}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")

@@ -8,6 +8,7 @@ import torch
 
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import LayoutError
+from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
@@ -16,9 +17,12 @@ from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
+from megatron_lite.models.attention import window_mask
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions
 from tests.trainer.inference.models import EOS, LENGTH, slots_of, tiny
+from tests.trainer.parallel.small import MODELS as SMALL_MODELS
+from tests.trainer.parallel.small import Case, batches, make_engine
 from tests.trainer.parallel.worlds import World
 
 pytestmark = pytest.mark.oracle
@@ -196,6 +200,18 @@ def passes(rank: int, directory: Path, ep: int) -> list[int]:
 def test_data_parallel_ranks_share_rows(tmp_path: Path, world: World) -> None:
     tiny("llama").save_pretrained(tmp_path)
     assert world.run(2, passes, tmp_path, 1) == [[3, 2, 2], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_model_that_was_scored_with_can_be_trained(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for passes of the same length is of no use to autograd where it was made for inference alone."""
+    monkeypatch.setitem(SMALL_MODELS, "a window", changed(SMALL_MODELS["qwen3"], {"layers.window": window}))
+    case = Case("a window")
+    window_mask.cache_clear()
+    engine, untouched, step = make_engine(case), make_engine(case), list(batches(case, 0))
+    length = step[0].tokens.shape[1]
+    EngineModel(engine, 1, length).score([range(length + 1)])
+    assert engine.train_step(step, 1e-3).loss == untouched.train_step(step, 1e-3).loss
 
 
 def test_context_parallelism_is_refused(tmp_path: Path, world: World) -> None:

@@ -120,6 +120,9 @@ def test_a_bert_with_norms_behind_its_sums_is_refused(tmp_path: Path) -> None:
     BertForPreTraining(BertConfig(vocab_size=136, **shape)).save_pretrained(tmp_path / "original")
     data = f"--data-path {MASKED}/corpus_text_sentence --vocab-file {MASKED}/vocab.txt --train-iters 1 --lr 1e-3"
     said = refused(tmp_path, f"finetune --model-type bert --load original {data}")
-    assert "norms of the sums of each sublayer, as the original BERT: Megatron core has none, which can't be trained yet" in said
+    assert (
+        "norms of the sums of each sublayer, as the original BERT: Megatron core has none, which can't be trained yet"
+        in said
+    )
     said = refused(tmp_path, f"pretrain {BERT} --train-iters 1 --apply-residual-connection-post-layernorm")
     assert "--apply-residual-connection-post-layernorm: norms of the sums" in said

@@ -91,6 +91,19 @@ def test_a_shared_optimizer_comes_back_with_every_bit(how: str, tmp_path: Path) 
     assert prints[0].optimizer is not None
 
 
+@pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+def test_delayed_scales_of_fp8_go_on_where_a_run_stopped(form: str, tmp_path: Path) -> None:
+    """Of the layers of both stages; at another number of stages, where each matrix is whole as before, too."""
+    words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --ckpt-format {form}"
+    command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --resume {words}"
+    train(tmp_path / "whole", 2, f"{command} --pp 2")
+    train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 2")
+    train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 3")
+    train(tmp_path / "parts", 1, command)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert len({megaconv.fingerprint(tmp_path / name / "ckpt").weights for name in ("whole", "parts")}) == 1
+
+
 LAYOUTS = [
     (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --exit-interval 2"),
     (2, "--use-distributed-optimizer --exit-interval 4 --ckpt-format torch"),
@@ -201,6 +214,31 @@ def test_rank_files_that_have_no_room_for_all_parts_are_refused(tmp_path: Path, 
     running = launch(tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch {words}")
     assert running.wait() == [2, 2]
     assert message in running.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        "--cp 2 --async-save",
+        "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --fp16",
+        "--tp 2 --sequence-parallel --bf16",
+        "--optimizer muon --bf16",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --ep 2 --bf16",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --tp 2 --ep 2 --etp 1 --sequence-parallel --bf16",
+    ],
+)
+def test_a_shared_optimizer_is_the_same_in_both_formats(words: str, tmp_path: Path) -> None:
+    """Rank files get it from all ranks that have a part of it; blocks are written by each for itself."""
+    prints = set()
+    for form in ("torch_dist", "torch"):
+        command = f"pretrain {LLAMA} --train-iters 2 --save ckpt --use-distributed-optimizer {words}"
+        train(tmp_path / form, 4, f"{command} --ckpt-format {form}")
+        found = megaconv.fingerprint(tmp_path / form / "ckpt")
+        assert found.optimizer is not None
+        prints.add((found.weights, found.optimizer))
+    assert len(prints) == 1
 
 
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:

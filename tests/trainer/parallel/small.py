@@ -97,7 +97,7 @@ class Case:
 
     def alone(self) -> "Case":
         """The same in one process."""
-        options = tuple(option for option in self.options if option[0] != "context")
+        options = tuple(option for option in self.options if option[0] not in ("context", "near"))
         return replace(
             self,
             tp=1,
@@ -151,7 +151,7 @@ def make_engine(
     dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
     engine = Engine(
         config,
-        make_grid(layout, dp, device, cp=case.cp, experts=config.experts.count > 0),
+        make_grid(layout, dp, device, cp=case.cp, near=options.near, experts=config.experts.count > 0),
         options,
         optimizer,
     )

@@ -17,13 +17,17 @@ from megatron_lite.models.passes import Packed, Passes
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import CONTEXT, Balancing, ModelOptions
+from megatron_lite.settings.options import Balancing, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case, batches, make_engine, saved_bytes, train
 from tests.trainer.parallel.test_layouts import compare
 from tests.trainer.parallel.worlds import World
 
 CPU = torch.device("cpu")
+
+
+ONE_LEVEL = ("p2p", "all_gather", "a2a")
+TWO_LEVELS = (("context", "a2a+p2p"), ("near", 2))
 
 
 def member(rank: int, size: int) -> ContextGroup:
@@ -143,7 +147,7 @@ def attended(
     return [*found, of_sinks]
 
 
-@pytest.mark.parametrize("how", CONTEXT)
+@pytest.mark.parametrize("how", ONE_LEVEL)
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_its_gradients_are_those_of_one_process(how: str, packed: bool, world: World) -> None:
     for window, sinks in ((None, False), (None, True), (5, False), (5, True)):
@@ -173,12 +177,13 @@ COVERING = [
     Case("gpt_oss", cp=2, options=how("all_gather")),
     Case("mixtral", cp=2, options=(*how("p2p"), ("balance", BALANCED))),
     Case("further tokens", cp=2, pp=2, options=how("p2p")),
+    Case("gpt2", cp=4, options=TWO_LEVELS),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)
     for model, word, (layout, distributed, recompute) in product(
         ("qwen3", "gpt2"),
-        CONTEXT,
+        ONE_LEVEL,
         [
             ({"cp": 2}, False, FULL),
             ({"cp": 4}, True, SELECTIVE),
@@ -190,6 +195,12 @@ EVERY = [
         ],
     )
     if word != "a2a" or model == "gpt2" or (layout["cp"] * layout.get("tp", 1) <= 2)  # qwen3 has two kv heads here
+]
+
+EVERY += [
+    Case(model, distributed=distributed, recompute=recompute, options=TWO_LEVELS, cp=4)
+    for model in ("qwen3", "gpt_oss", "deepseek_v3", "mixtral")
+    for distributed, recompute in ((False, SELECTIVE), (True, FULL))
 ]
 
 
@@ -227,7 +238,7 @@ def gradients(_rank: int, case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("word", CONTEXT)
+@pytest.mark.parametrize("word", ONE_LEVEL)
 def test_every_gradient_is_that_of_one_process(word: str, world: World) -> None:
     case = Case("qwen3", cp=2, clip=0.0, options=how(word))
     expected = gradients(0, case.alone())
@@ -245,7 +256,7 @@ def kept(_rank: int, case: Case) -> int:
     return found
 
 
-@pytest.mark.parametrize("word", CONTEXT)
+@pytest.mark.parametrize("word", ONE_LEVEL)
 def test_a_rank_keeps_its_share_of_the_activations(word: str, world: World) -> None:
     """And nothing of what other ranks sent. (Blocks keep keys and values less often than one call does.)"""
     case = Case("llama", masked=False, options=how(word))

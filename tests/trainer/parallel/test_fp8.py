@@ -142,7 +142,8 @@ def largest_of_a_step(_rank: int, run: Case) -> list[list[float]]:
     MODELS["in fp8"] = MODEL
     engine = make_engine(run)
     step(engine, run, 0)
-    found = [[float(history[0]) for history in product.history.values()] for product in delayed_products(engine.chunks)]
+    (chunk,) = engine.chunks
+    found = [[float(history[0]) for history in product.history.values()] for _, product in delayed_products(chunk)]
     engine.finish()
     engine.grid.close()
     return found

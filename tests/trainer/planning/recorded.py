@@ -45,6 +45,10 @@ class Planned:
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    cp: int = 1
+    context: str = "p2p"
+    near: int = 1
+    kind: str = "adamw"
     sequence: bool = False
     distributed: bool = False
     recompute: Recompute = NONE
@@ -66,7 +70,7 @@ class Planned:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def described(self) -> Described:
         config = self.config
@@ -80,11 +84,11 @@ class Planned:
         )
         options = ModelOptions(
             self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
-            balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3),
+            balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3), context=self.context, near=self.near,
         )  # fmt: skip
-        optimizer = OptimizerOptions(distributed=self.distributed, bucket_elements=4000)
+        optimizer = OptimizerOptions(self.kind, distributed=self.distributed, bucket_elements=4000)
         batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
-        return Described(config, Sizes(layout, self.dp, batch, 2, SEQUENCE), options, optimizer)
+        return Described(config, Sizes(layout, self.dp, batch, 2, SEQUENCE, self.cp), options, optimizer)
 
     def __str__(self) -> str:
         plain = Planned()
@@ -96,7 +100,14 @@ class Planned:
 
 def make_engine(planned: Planned) -> Engine:
     run = planned.described()
-    grid = make_grid(run.sizes.layout, run.sizes.dp, torch.device("cpu"), experts=run.config.experts.count > 0)
+    grid = make_grid(
+        run.sizes.layout,
+        run.sizes.dp,
+        torch.device("cpu"),
+        cp=run.sizes.cp,
+        near=planned.near,
+        experts=run.config.experts.count > 0,
+    )
     engine = Engine(run.config, grid, run.options, run.optimizer)
     init_weights(engine, 0.1, 5)
     return engine
@@ -142,7 +153,11 @@ def _recording(engine: Engine) -> Iterator[Counter[tuple[str, str]]]:
         "all_gather": lambda whole, part, group, **_: (group, size(whole)),
         "all_to_all": lambda rows, group, *_: (group, size(rows)),
         "send": lambda tensor, rank, group, tag: (group, size(tensor)),
+        "shift": lambda tensor, group, **_: (group, size(tensor)),
+        "reduce_to_owners": lambda whole, bounds, group: (group, size(whole)),
+        "gather_from_owners": lambda whole, bounds, group: (group, size(whole)),
     }
+    same = {"shift": "send", "reduce_to_owners": "reduce_scatter", "gather_from_owners": "all_gather"}
     functions = {kind: "exchange" if kind == "all_to_all" else kind for kind in sizes}
     before = {name: getattr(comm, name) for name in functions.values()}
 
@@ -150,7 +165,7 @@ def _recording(engine: Engine) -> Iterator[Counter[tuple[str, str]]]:
         def counts(*arguments: Any, **named: Any) -> Any:
             group, found = sizes[kind](*arguments, **named)  # type: ignore[no-untyped-call]
             if group is not None:
-                counted[names[group], kind] += found
+                counted[names[group], same.get(kind, kind)] += found
             return function(*arguments, **named)
 
         return counts
@@ -185,6 +200,10 @@ def _tensor_bytes() -> int:
     return sum(storages.values())
 
 
+def bytes_of_a_pass_by(_rank: int, planned: Planned) -> int:
+    return bytes_of_a_pass(planned)
+
+
 def bytes_of_a_pass(planned: Planned) -> int:
     """That a forward pass keeps for its backward pass, beside parameters: every storage once."""
     engine = make_engine(replace(planned, microbatches=1))
@@ -201,4 +220,5 @@ def bytes_of_a_pass(planned: Planned) -> int:
         step(engine, replace(planned, microbatches=1))
     for bucket in engine.buckets[0].buckets:
         storages.pop(bucket.data.untyped_storage().data_ptr(), None)
+    engine.grid.close()
     return sum(storages.values())

@@ -9,7 +9,7 @@ from megatron_lite.planning.memory import activations, stage_memory
 from megatron_lite.planning.traffic import stage_traffic
 from megatron_lite.settings.options import Recompute
 from tests.trainer.parallel.worlds import World
-from tests.trainer.planning.recorded import Planned, bytes_kept, bytes_of_a_pass, traffic_of_a_step
+from tests.trainer.planning.recorded import Planned, bytes_kept, bytes_of_a_pass, bytes_of_a_pass_by, traffic_of_a_step
 
 FULL = Recompute("full")
 STEPS = [
@@ -21,6 +21,12 @@ STEPS = [
     Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True),
     Planned("mixture", tp=2, dp=2, etp=2, sequence=True),
     Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
+    Planned("qwen3", cp=2, recompute=FULL),
+    Planned("gpt2", tp=2, cp=2, sequence=True, context="a2a"),
+    Planned("mixture", cp=2, ep=2, distributed=True, dtype="bfloat16", context="all_gather"),
+    Planned("deepseek_v3", cp=2, context="a2a"),
+    Planned("gpt2", cp=4, context="a2a+p2p", near=2),
+    Planned("qwen3", dp=2, distributed=True, kind="muon"),
 ]
 
 
@@ -32,7 +38,7 @@ def test_bytes_of_communication_are_those_that_a_step_hands_over(planned: Planne
     for pp_rank, counted, called in world.run(planned.world, traffic_of_a_step, planned):
         recorded.setdefault(pp_rank, Counter()).update(counted)
         groups[pp_rank] = called
-    run, ranks = planned.described(), planned.tp * planned.dp
+    run, ranks = planned.described(), planned.tp * planned.dp * planned.cp
     for pp_rank, counted in recorded.items():
         expected: Counter[tuple[str, str]] = Counter()
         for item in stage_traffic(run, pp_rank):
@@ -60,6 +66,13 @@ def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(planned: 
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
     planned = Planned(model, wider=4, recompute=Recompute(granularity), microbatches=1)
     assert bytes_of_a_pass(planned) == pytest.approx(activations(planned.described(), 0), rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["p2p", "a2a"])
+def test_activations_of_a_context_rank_are_those_of_its_tokens(how: str, world: World) -> None:
+    planned = Planned("qwen3", cp=2, context=how, wider=4, microbatches=1)
+    for found in world.run(2, bytes_of_a_pass_by, planned):
+        assert found == pytest.approx(activations(planned.described(), 0), rel=0.1)
 
 
 def test_what_is_computed_again_is_not_kept() -> None:

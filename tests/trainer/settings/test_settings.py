@@ -85,7 +85,6 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--normalization Batch", "invalid choice: 'Batch'"),
         ("--dataloader-type=cyclic", "--dataloader-type cyclic is not available"),
         ("--moe-token-dispatcher-type=flex", "--moe-token-dispatcher-type flex is not available"),
-        ("--hierarchical-context-parallel-sizes 2 2", "a2a within p2p (--cp-comm-type a2a+p2p) can't be had yet"),
         ("--bf16 perhaps", "expected true or false"),
         ("--decoupled-lr 1", "--decoupled-lr: a learning rate of embedding and head alone can't be had yet"),
         ("7", "is not a flag"),
@@ -421,7 +420,7 @@ IMPOSSIBLE = [
     ("--tensor-model-parallel-size 0", 1, "have to be 1 or more"),
     ("--cp 2 --seq-length 30", 2, "cuts 30 tokens into 2 x cp = 2 x 2 blocks"),
     ("--cp 4 --tp 2", 4, "tp x cp x pp = 2 x 4 x 1 = 8"),
-    ("--cp-comm-type a2a+p2p", 1, "--cp-comm-type a2a+p2p can't be had; take one of p2p, all_gather, a2a for all layers"),
+    ("--cp-comm-type ring", 1, "--cp-comm-type ring can't be had; take one of p2p, all_gather, a2a, a2a+p2p for all layers"),
     ("--cp-comm-type p2p a2a", 1, "--cp-comm-type p2p a2a can't be had"),
     ("--micro-batch-size 0", 1, "--micro-batch-size 0 has to be 1 or more"),
     ("--bf16 --fp16", 1, "contradict each other"),
@@ -477,3 +476,16 @@ def test_a_longer_sequence_than_learned_positions_is_refused() -> None:
 def test_a_clip_that_could_do_nothing_is_refused(flags_given: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         sizes(flags_given, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "said"),
+    [
+        ("--cp 4 --cp-comm-type a2a+p2p", "NEAR FAR, of 2 or more, which make --cp = 4"),
+        ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1", "which make --cp = 4"),
+        ("--cp 2 --hierarchical-context-parallel-sizes 2 1", "goes with --cp-comm-type a2a.p2p"),
+    ],
+)
+def test_two_levels_of_context_parallelism_have_to_make_its_size(flags_given: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        sizes(flags_given, 4)

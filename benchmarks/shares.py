@@ -1,0 +1,123 @@
+"""Where the processor's time of a training step goes: matrix products, attention, everything else; beside transformers and Megatron core.
+
+    python benchmarks/shares.py [--steps 5] [--mixture] [--tiny] [--top 12] [--json]
+
+The models of trainer.py, one thread. Every operation of PyTorch is timed by the processor's clock of its thread, below autograd, so that
+other programs of a busy machine don't count and backward passes do. Shares are of the sum over all operations; `outside` is what a step
+takes beside them, in Python and autograd: of the step when nothing is timed, so that the timing isn't part of it. Contenders take turns.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.trainer import MIXTURES, SMALL, TINY, WARM_UP, ours, with_core, with_transformers
+from benchmarks.turns import Figures, answer, rounds
+from megatron_lite.loop.launch import keep_freed_memory
+
+CONTENDERS = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
+ROWS = 2
+
+
+class Clock(TorchDispatchMode):
+    """Seconds of the thread that each operation has taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        begun = time.thread_time()
+        found = function(*arguments, **(named or {}))
+        self.seconds[str(function.overloadpacket).removeprefix("aten.")] += time.thread_time() - begun
+        return found
+
+
+def one(name: str, tiny: bool, mixture: bool) -> None:
+    """A contender's own process."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    config = MIXTURES[tiny] if mixture else TINY if tiny else SMALL
+    step = CONTENDERS[name](config, "float32", ROWS)
+    for _ in range(WARM_UP):
+        step()
+
+    def turn() -> Figures:
+        plain, clock = _seconds(step), Clock()
+        with clock:
+            step()
+        return {"step": plain, "operations": clock.seconds}
+
+    answer(turn)
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    begun = time.process_time()
+    step()
+    return time.process_time() - begun
+
+
+def kind(operation: str) -> str:
+    if "scaled_dot_product" in operation:
+        return "attention"
+    return "products" if operation in PRODUCTS else "others"
+
+
+def measure(steps: int, tiny: bool, mixture: bool, top: int) -> dict[str, Any]:
+    words = ["--tiny"] * tiny + ["--mixture"] * mixture
+    all_rounds = rounds({name: [sys.executable, __file__, "--one", name, *words] for name in CONTENDERS}, steps)
+    return {name: summary([taken[name] for taken in all_rounds], top) for name in CONTENDERS}
+
+
+def summary(turns: list[Figures], top: int) -> dict[str, Any]:
+    """Medians over the turns."""
+    names = {name for turn in turns for name in turn["operations"]}
+    seconds = {name: statistics.median(turn["operations"].get(name, 0.0) for turn in turns) for name in names}
+    step, whole = statistics.median(turn["step"] for turn in turns), sum(seconds.values())
+    shares = dict.fromkeys(("products", "attention", "others"), 0.0)
+    for name, took in seconds.items():
+        shares[kind(name)] += took / whole
+    most = sorted((name for name in names if kind(name) == "others"), key=lambda name: -seconds[name])[:top]
+    return {
+        "step_cpu_ms": round(1e3 * step),
+        "operations_ms": round(1e3 * whole),
+        "outside_ms": round(1e3 * (step - whole)),
+        **{name: f"{share:.1%}" for name, share in shares.items()},
+        "most of the others, ms": {name: round(1e3 * seconds[name], 1) for name in most},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--top", type=int, default=12)
+    for word in ("--tiny", "--mixture", "--json"):
+        parser.add_argument(word, action="store_true")
+    parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one is not None:
+        one(given.one, given.tiny, given.mixture)
+        return
+    found = measure(given.steps, given.tiny, given.mixture, given.top)
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, figures in found.items():
+        print(name)
+        for key, value in figures.items():
+            print(f"  {key:<26} {value}")
+
+
+if __name__ == "__main__":
+    main()

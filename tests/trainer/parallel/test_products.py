@@ -1,0 +1,37 @@
+"""Products and norms that are computed in other ways than PyTorch's own are what PyTorch's are, and so are their gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from megatron_lite.parallel.product import TURNED_ROUND, linear
+from megatron_lite.parallel.tensor import normalize
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def compare(own: torch.Tensor, theirs: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
+    along = torch.randn_like(own)
+    for mine, expected in zip(
+        torch.autograd.grad(own, inputs, along), torch.autograd.grad(theirs, inputs, along), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, TURNED_ROUND.start - 1, *TURNED_ROUND, TURNED_ROUND.stop])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
+    x, weight, bias = leaves((1, rows, 24), (40, 24), (40,))
+    inputs = [x, weight, *[bias] * biased]
+    made = linear(*inputs)
+    assert made.is_contiguous()
+    compare(made, F.linear(*inputs), inputs)
+
+
+def test_a_norm_on_a_cpu_is_what_pytorch_makes_of_its_formula() -> None:
+    x, weight = leaves((6, 3, 32), (32,))
+    compare(normalize(x, weight, None, 1e-4), F.rms_norm(x, (32,), weight, 1e-4), [x, weight])
