@@ -120,6 +120,25 @@ def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up
     assert first == pytest.approx(second, rel=1e-5)
 
 
+MODERN = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("words", [MODERN, "--position-embedding-type rope"])
+def test_megatron_core_computes_the_same_t5_of_newer_parts(words: str, place: Path) -> None:
+    """Rope in its decoder and encoder, not between them; wide steps, so that the weights aren't those of the start."""
+    train(place, 1, f"pretrain {T5} {PLAIN} {words} --lr 1e-2 --train-iters 4 --save one --ckpt-format torch")
+    vocab = megaconv.open(place / "one").config.vocab
+    generator = torch.Generator().manual_seed(1)
+    source, tokens = (torch.randint(vocab, (2, length), generator=generator) for length in (16, 12))
+    expected = own_logits(place / "one", source, tokens)
+    (place / "megatron").mkdir()
+    with Megatron(place / "megatron") as megatron:
+        found = megatron.answer(place / "one", {"input_ids": source, "decoder_input_ids": tokens}).float()
+    assert (found[..., : expected.shape[-1]] - expected).abs().max().item() < 1e-5 * expected.abs().max().item()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"]
