@@ -276,7 +276,8 @@ _BY_REASON: Mapping[str, str] = {
         wandb_entity wandb_exp_name wandb_project wandb_save_dir yaml_cfg
     """,
     "flags of megatron_lite, which mean the same as Megatron's": """
-        bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss epochs finetune_data finetune_form
+        bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
+        finetune_data finetune_form
         finetune_turns fp32 fp8_format keep_last keep_last_batch
         lora_alpha lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file
         no_bias_gelu_fusion
