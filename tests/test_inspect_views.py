@@ -14,10 +14,12 @@ from megaconv.commands.views.tree import Module
 from megaconv.commands.views.tree import tree as tree_of
 from megaconv.engine.statistics import Statistics
 from megaconv.families import family
+from megaconv.model.layout import Layout
 from megaconv.model.naming import CORE
 from megaconv.model.natives import RankTensors
 from megaconv.model.rank_share import rank_shares
 from megaconv.terminal import folded
+from tests.config_models import raw_config, read
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run
@@ -141,12 +143,26 @@ def test_a_ranks_parameters_are_those_of_its_tensors(name: str) -> None:
     assert header.padded_vocab is not None
     rows = family(header.config.family).rows
     natives = RankTensors(rows, header.config, CORE, header.layout, header.padded_vocab)
-    held = [0] * header.layout.pp
-    for chunk in header.layout.chunks():
-        found = [native for native in natives.of(0, chunk) if native.copy is None or native.copy.written]
-        held[chunk.pp_rank] += sum(int(np.prod(native.shape)) for native in found)
     shares = rank_shares(rows, header.config, header.layout, header.padded_vocab)
-    assert [share.parameters for share in shares] == held
+    assert [share.parameters for share in shares] == held(natives, header.layout)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_with_mtp_layers_has_the_embedding_too(tied: bool) -> None:
+    raw = raw_config("deepseek_v3", num_hidden_layers=4, num_nextn_predict_layers=1, tie_word_embeddings=tied)
+    config, layout = read(raw), Layout(pp=2, vpp=1, stage_layers=(2, 2))
+    rows = family("deepseek_v3").rows
+    natives = RankTensors(rows, config, CORE, layout, config.vocab)
+    assert [share.parameters for share in rank_shares(rows, config, layout, config.vocab)] == held(natives, layout)
+
+
+def held(natives: RankTensors, layout: Layout) -> list[int]:
+    """Elements of the tensors of each stage, on its first rank."""
+    found = [0] * layout.pp
+    for chunk in layout.chunks():
+        written = [native for native in natives.of(0, chunk) if native.copy is None or native.copy.written]
+        found[chunk.pp_rank] += sum(int(np.prod(native.shape)) for native in written)
+    return found
 
 
 def test_the_picture_of_a_layout_shows_which_stage_has_which_layers() -> None:

@@ -142,8 +142,48 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tied_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its head tied to its embedding, which the MTP layer reads too."""
+    root = tmp_path_factory.mktemp("trained")
+    return write_trained(write_model(root / "hybrid-hf", "qwen3_5", tie_word_embeddings=True), root / "hybrid")
+
+
+@pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trained_mamba(tmp_path_factory.mktemp("trained-mamba"))
+
+
+@pytest.mark.parametrize("options", [{}, {"ckpt_format": "torch_dist"}, {"tp": 2, "distributed_optimizer": True}])
+def test_masters_of_norms_that_are_stored_less_one_go_there_and_back(
+    hybrid: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    megaconv.convert(hybrid, tmp_path / "te", saver="core", transformer_impl="transformer_engine", **options)
+    assert prints(tmp_path / "te") == prints(hybrid)
+    megaconv.convert(tmp_path / "te", tmp_path / "back", saver="core", transformer_impl="local", tp=1)
+    assert prints(tmp_path / "back") == prints(hybrid)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_head_that_the_stage_of_mtp_layers_never_computes_with_has_state_and_means_nothing(
+    tied_hybrid: Path, distributed: bool, tmp_path: Path
+) -> None:
+    out, last = tmp_path / "out", "mp_rank_00_001/model_optim_rng.pt"
+    megaconv.convert(tied_hybrid, out, saver="core", pp=2, layer_split=(1, 2), distributed_optimizer=distributed)
+    assert prints(out) == prints(tied_hybrid)
+    (file,) = out.glob(f"*/{last}")
+    state = load(file)
+    assert "embedding.word_embeddings.weight" in state["model"]
+    if not distributed:
+        ids = [number for group in state["optimizer"]["optimizer"]["param_groups"] for number in group["params"]]
+        trained = [t for n, t in state["model"].items() if t is not None and not n.endswith("_extra_state")]
+        assert len(ids) == len(trained)
+    state["model"]["output_layer.weight"].zero_()
+    torch.save(state, file)
+    (out / "megaconv.json").unlink()
+    if not distributed:  # whose buffers are proven by the weights, this one's too
+        assert prints(out)[0] == prints(tied_hybrid)[0]
+    megaconv.convert(out, tmp_path / "hf", saver="hf", optimizer=False)
+    assert megaconv.diff(tmp_path / "hf", tied_hybrid, optimizer=False).same
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist", "zarr"])
@@ -330,7 +370,7 @@ SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tra
 @pytest.mark.slow
 @pytest.mark.oracle
 def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
-    tied: Path, sgd_trained: Path, few_heads: Path, hybrid: Path, mamba: Path, tmp_path: Path
+    tied: Path, sgd_trained: Path, few_heads: Path, hybrid: Path, tied_hybrid: Path, mamba: Path, tmp_path: Path
 ) -> None:
     """What megatron-core loads, steps and saves, bit for bit the same at two layouts, is what AdamW makes of the source."""
     cases: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -352,6 +392,9 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "hybrid": (hybrid, {"tp": 2, "pp": 2, "layer_split": (1, 2)}),
         "hybrid, torch_dist": (hybrid, {"tp": 2, "ckpt_format": "torch_dist"}),
         "hybrid, distributed": (hybrid, {"tp": 2, "distributed_optimizer": True}),
+        "hybrid, stages, distributed": (hybrid, {"pp": 2, "layer_split": (1, 2), "distributed_optimizer": True}),
+        "hybrid, tied": (tied_hybrid, {"pp": 2, "layer_split": (1, 2)}),
+        "hybrid, tied, distributed": (tied_hybrid, {"pp": 2, "layer_split": (1, 2), "distributed_optimizer": True}),
         "mamba": (mamba, {"tp": 2, "pp": 2, "layer_split": (1, 2)}),
         "mamba, torch_dist": (mamba, {"tp": 2, "ckpt_format": "torch_dist"}),
         "mamba, distributed": (mamba, {"tp": 2, "distributed_optimizer": True}),

@@ -140,7 +140,9 @@ class _ChunkTensors:
     def _tied(self, row: Row) -> Iterator[NativeTensor]:
         """A tied head: Megatron has it again where the embedding is on another stage, Meta always, Hugging Face never."""
         scheme = self.shared.naming.scheme
-        copy = Copy(written=scheme == "meta" or (scheme != "hf" and not self.chunk.embeds))
+        # The stage of MTP layers has the embedding too, and computes its head with that.
+        used = not (self.shared.config.mtp_layers and scheme == "core" and not self.chunk.embeds)
+        copy = Copy(written=scheme == "meta" or (scheme != "hf" and not self.chunk.embeds), used=used)
         return (self._copy(row, name, copy) for name in self._names(row, "head"))
 
     def _mtp(self) -> Iterator[NativeTensor]:

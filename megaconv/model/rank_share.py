@@ -62,5 +62,10 @@ def _times(row: Row, config: ModelConfig, chunk: Chunk) -> int:
     if not row.copies or not row.exists(config, 0):
         return found
     tied = config.tie_embeddings and chunk.is_last and not chunk.embeds and any(row.copied_with("head"))
-    with_mtp = bool(config.mtp_layers) and chunk.is_last and not chunk.embeds and any(row.copied_with("mtp"))
-    return found + int(tied or with_mtp) + int(chunk.starts_decoder and any(row.copied_with("decoder")))
+    with_mtp = (
+        bool(config.mtp_layers)
+        and chunk.is_last
+        and not chunk.embeds
+        and any("core" in copied.names for copied in row.copied_with("mtp"))
+    )
+    return found + int(tied) + int(with_mtp) + int(chunk.starts_decoder and any(row.copied_with("decoder")))

@@ -33,6 +33,7 @@ from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.optimizer.plan import once
 from megaconv.megatron.optimizer.rank import Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tensors
 from megaconv.megatron.optimizer.source import Optimizers
 from megaconv.megatron.states.names import BUFFERS, core_order
 from megaconv.megatron.states.ranks import RankId
@@ -353,15 +354,13 @@ class _Ranks:
 
     def natives(self, rank: RankId) -> list[tuple[Parameter, NativeTensor]]:
         """Parameters in the order of the modules."""
-        rows = family(self.config.family).rows
-        tied = self.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {row.canonical for row in rows if tied and any(row.copied_with("head"))}
+        embeddings = shared_tensors(self.config, self.layout.pp)
         found = []
         for chunk in self.layout.chunks():
             if chunk.pp_rank != rank.pp:
                 continue
             for native in self._of_chunk(chunk, rank):
-                shared = not embeddings.isdisjoint(native.parts)
+                shared = is_shared(native, embeddings, self.config)
                 dtype = self.dtypes[next(iter(native.parts))]
                 found.append((Parameter(chunk.vpp_rank, native.name, native.shape, dtype, shared), native))
         return found

@@ -10,6 +10,7 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.engine.rounding import rounded
+from megaconv.engine.shifted import add
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import shift_of
 
@@ -48,14 +49,26 @@ class CheckedMaster:
     def _compare(self, box: Box, master: Bytes) -> None:
         weight = np.empty((box.rows, box.cols * ITEMSIZE[self.weight.dtype]), np.uint8)
         self.weight.read_into(box, weight)
-        values = np.ascontiguousarray(master).view(np.float32)
-        made = rounded(values, self.weight.dtype)
-        if not np.array_equal(made, weight) and not _only_nan(made, weight, self.weight.dtype):
+        if not self._belongs(np.ascontiguousarray(master), weight):
             raise TensorMismatch(
                 f"{self.name}: the optimizer's fp32 copy does not round to the weight, so the optimizer's tensors can't be trusted. "
                 "Either the weights were changed after the checkpoint was saved, or the optimizer was saved wrongly (Megatron core "
                 "0.15 to 0.19 does so with fully_reshardable and several buckets); --no-optimizer converts the weights alone"
             )
+
+    def _belongs(self, master: Bytes, weight: Bytes) -> bool:
+        """As they are stored, or less what both were stored with: a weight that was converted exactly is on a coarser grid there."""
+        if _rounds_to(master, weight, self.weight.dtype):
+            return True
+        if not self.shift:
+            return False
+        plain = add(master, "float32", -self.shift), add(weight, self.weight.dtype, -self.shift)
+        return _rounds_to(*plain, self.weight.dtype)
+
+
+def _rounds_to(master: Bytes, weight: Bytes, dtype: str) -> bool:
+    made = rounded(master.view(np.float32), dtype)
+    return np.array_equal(made, weight) or _only_nan(made, weight, dtype)
 
 
 def _only_nan(made: Bytes, weight: Bytes, dtype: str) -> bool:

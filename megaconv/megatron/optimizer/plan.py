@@ -218,8 +218,11 @@ class OptimizerWriter:
 
 
 def once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
-    """Without second names: a model's parameters list such a tensor where its first name comes."""
-    first: dict[tuple[str, ...], NativeTensor] = {}
+    """Without second names: a model's parameters list such a tensor where its first name comes.
+
+    An unused copy beside the tensor that it is one of is a parameter of its own.
+    """
+    first: dict[tuple[bool, tuple[str, ...]], NativeTensor] = {}
     for native in natives:
-        first.setdefault(tuple(native.parts), native)
+        first.setdefault((native.copy is None or native.copy.used, tuple(native.parts)), native)
     return list(first.values())

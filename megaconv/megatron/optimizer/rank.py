@@ -12,7 +12,7 @@ dictionary. Source: megatron/core/optimizer of Megatron core 0.4 to 0.19.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -104,19 +104,19 @@ def _is_distributed(part: Mapping[str, Any]) -> bool:
 
 
 def parameters(
-    chunks: Sequence[Mapping[str, LazyTensor]], shared: Iterable[str], aliases: Mapping[str, str]
+    chunks: Sequence[Mapping[str, LazyTensor]], shared: str | None, aliases: Mapping[str, str]
 ) -> list[Parameter]:
-    """The parameters of a rank's chunks in order. shared: names of tied embeddings that another stage has too.
+    """The parameters of a rank's chunks in order. shared: the name of an embedding that another stage has too.
 
     aliases: second names of tensors -> first ones. Such a tensor counts once, where either name comes first.
     """
-    shared, found = set(shared), dict[tuple[int, str], Parameter]()
+    found = dict[tuple[int, str], Parameter]()
     for chunk, weights in enumerate(chunks):
         for listed, tensor in weights.items():
             name = aliases.get(listed, listed)
             if not name.endswith(BUFFERS):
                 found.setdefault(
-                    (chunk, name), Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name in shared)
+                    (chunk, name), Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name == shared)
                 )
     return list(found.values())
 

@@ -12,7 +12,6 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.engine.assembled import Assembled, Placed, assemble
 from megaconv.errors import TensorMismatch
 from megaconv.megatron.arguments.param_groups import WITHOUT, Class, group_class, is_expert, require_same
-from megaconv.megatron.arguments.sizes import SizeTensors
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
 from megaconv.megatron.states.names import BUFFERS
@@ -55,10 +54,8 @@ def _buffer_file(ranks: Ranks, rank: RankId) -> Path:
     return ranks.paths[rank].parent / rank_files.OPTIMIZER_FILE
 
 
-def open_optimizers(
-    ranks: Ranks, args: Namespace, names: SizeTensors, aliases: Mapping[str, str], *, tied: bool
-) -> Optimizers:
-    """aliases: second names of tensors -> first ones. tied: whether head and embedding are one tensor.
+def open_optimizers(ranks: Ranks, args: Namespace, shared: Mapping[int, str], aliases: Mapping[str, str]) -> Optimizers:
+    """aliases: second names of tensors -> first ones. shared: by stage the name of an embedding that another one has too.
 
     Raises CheckpointError for an optimizer that can't be read.
     """
@@ -71,8 +68,7 @@ def open_optimizers(
         path = _buffer_file(ranks, rank)
         if path not in buffers:
             buffers[path] = torch_zip.read(path) if path.exists() else None
-        shared = {0: (names.embedding,), ranks.pp - 1: (names.tied_copy,)} if tied and ranks.pp > 1 else {}
-        found = parameters(ranks.weights[rank], shared.get(rank.pp, ()), aliases)
+        found = parameters(ranks.weights[rank], shared.get(rank.pp), aliases)
         with well_formed(f"{where}: its optimizer"):
             by_rank[rank] = read(state["optimizer"], buffers[path], found, args, rank.pp, where)
     return Optimizers(by_rank)

@@ -22,6 +22,7 @@ from megaconv.megatron.arguments.whole import whole_arguments
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
+from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tensors
 from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
 from megaconv.megatron.states.order import ModuleOrder, NameOrder
 from megaconv.megatron.states.whole_names import in_whole
@@ -238,12 +239,10 @@ class _Planner:
         writer = self.kept.writer
         if writer is None:
             return None
-        tied = self.header.config.tie_embeddings and self.layout.pp > 1
-        embeddings = {
-            row.canonical for row in family(self.header.config.family).rows if tied and any(row.copied_with("head"))
-        }
+        config = self.header.config
+        shared = shared_tensors(config, self.layout.pp)
         parameters = [
-            Parameter(model, native, shared=not embeddings.isdisjoint(native.parts))
+            Parameter(model, native, is_shared(native, shared, config))
             for model, natives in models.items()
             for native in once(natives)
             if writer.trains(native)

@@ -30,6 +30,7 @@ from megaconv.megatron.arguments.sizes import (
 from megaconv.megatron.arguments.tokenizer import NamedTokenizer, named_tokenizer
 from megaconv.megatron.arguments.whole import read_whole, refuse_unknown_beside, without_images
 from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
+from megaconv.megatron.optimizer.shared_embeddings import shared_names
 from megaconv.megatron.optimizer.source import (
     Optimizers,
     assemble_slots,
@@ -153,7 +154,7 @@ def open_model(
     if wanted and source.dist is not None:
         optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
     elif wanted:
-        optimizers = open_optimizers(ranks, args, names, aliases, tied=config.tie_embeddings)
+        optimizers = open_optimizers(ranks, args, shared_names(config, names, ranks.pp), aliases)
     placed = list(_place(ranks, layout, config, padded, spellings, optimizers))
     tensors = assemble(shapes, placed, strict=False)
     if wanted and training.optimizer is not None:
