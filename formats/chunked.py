@@ -152,6 +152,8 @@ def _ravel(index: Shape, shape: Shape) -> int:
 
 def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
     """Raise CorruptCheckpoint unless rectangles (offset, shape) cover a tensor exactly once. what: names it in messages."""
+    if _is_grid(shape, boxes):
+        return
     filled = [(offset, sizes) for offset, sizes in boxes if 0 not in sizes]
     for offset, sizes in boxes:
         if len(offset) != len(shape) or len(sizes) != len(shape):
@@ -159,8 +161,6 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
         if any(first + size > whole for first, size, whole in zip(offset, sizes, shape, strict=True)):
             found = f"a chunk {list(sizes)} at {list(offset)} reaches out of the tensor {list(shape)}"
             raise CorruptCheckpoint(f"{what}: {found}; save the checkpoint again")
-    if _is_grid(shape, filled):
-        return
     total = prod(shape)
     held = sum([prod(sizes) for _, sizes in filled])
     if held < total:
@@ -171,16 +171,13 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
 
 def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     """Whether all chunks are of one shape and fill a regular grid: the common case, found quickly."""
-    if not boxes:
-        return not prod(shape)
-    step: Shape = boxes[0][1]
-    if any(whole % size for whole, size in zip(shape, step, strict=True)):
+    step: Shape = boxes[0][1] if boxes else ()
+    if len(step) != len(shape) or 0 in step or any(whole % size for whole, size in zip(shape, step, strict=True)):
         return False
-    on_grid = all(
-        sizes == step and not any(first % size for first, size in zip(offset, step, strict=True))
-        for offset, sizes in boxes
-    )
-    return on_grid and len({offset for offset, _ in boxes}) == len(boxes) == prod(shape) // prod(step)
+    if len(boxes) != prod(shape) // prod(step):
+        return False
+    corners = set(product(*(range(0, whole, size) for whole, size in zip(shape, step, strict=True))))
+    return {sizes for _, sizes in boxes} == {step} and {offset for offset, _ in boxes} == corners
 
 
 def _disjoint(boxes: Sequence[tuple[Shape, Shape]], axis: int) -> bool:

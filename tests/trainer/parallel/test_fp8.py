@@ -112,7 +112,9 @@ SLOW = ("tensorwise", "delayed")
 def test_a_model_learns_in_fp8_almost_as_in_bf16(recipe: str) -> None:
     plain, found = losses(0, case(None)), losses(0, case(FP8("e4m3", recipe)))
     assert found != plain
-    assert found[0] == pytest.approx(plain[0], rel=1e-3)  # before the first update: three bits of mantissa in each product
+    assert found[0] == pytest.approx(
+        plain[0], rel=1e-3
+    )  # before the first update: three bits of mantissa in each product
     assert found == pytest.approx(plain, rel=2e-2)  # gradients' rounding adds up over steps: 1.1% after twelve
     assert found[0] - found[-1] == pytest.approx(plain[0] - plain[-1], rel=0.05)
 
