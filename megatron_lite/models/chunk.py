@@ -57,11 +57,12 @@ class ModelChunk(Network):
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
         super().__init__(plan, chunk)
         predicts = chunk.is_last and plan.config.mtp_layers > 0
-        tied, embeds = plan.config.tie_embeddings, chunk.is_first or predicts
-        self.embedding = Embedding(plan, shares_head=tied and not chunk.is_first) if embeds else None
+        embeds = chunk.is_first or predicts
+        self.embedding = Embedding(plan) if embeds else None
         self.decoder = Stack(plan, own_layers(plan, chunk), ends=chunk.is_last)
         self.mtp = Predictions(plan) if predicts else None
-        self.output_layer = Head(plan, shares_embedding=tied and chunk.is_first) if chunk.is_last else None
+        shares = plan.config.tie_embeddings and embeds
+        self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
 
     @classmethod
     def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -118,9 +119,7 @@ class ModelChunk(Network):
     def _embed(self, run: Pass) -> Callable[[Tensor], Tensor]:
         def embed(tokens: Tensor) -> Tensor:
             assert self.embedding is not None
-            assert self.output_layer is not None
-            table = self.output_layer.weight if self.embedding.word_embeddings.weight is None else None
-            embedded: Tensor = self.embedding(run, tokens, table)
+            embedded: Tensor = self.embedding(run, tokens)
             return embedded
 
         return embed
@@ -130,4 +129,4 @@ class ModelChunk(Network):
         return self.output_layer.logits(given[0], self._shared())
 
     def _shared(self) -> Tensor | None:
-        return self.embedding.word_embeddings.weight if self.embedding is not None and self.is_first else None
+        return self.embedding.word_embeddings.weight if self.embedding is not None else None

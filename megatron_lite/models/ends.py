@@ -24,21 +24,18 @@ class Positions(nn.Embedding):
 class Embedding(nn.Module):
     """Keys, and learned positions and token types where the model has them."""
 
-    def __init__(self, plan: Plan, *, shares_head: bool = False) -> None:
-        """shares_head: the table is the head's, as a tied one is on the last stage."""
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
         config = plan.config
         self.ranks, self.dropout, self.at = plan.ranks, plan.options.hidden_dropout, rng.At(0, rng.EMBEDDING)
-        self.word_embeddings = VocabEmbedding(
-            0 if shares_head else plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks
-        )
+        self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
         self.tokentype_embeddings = Positions(config.token_types, config.hidden) if config.token_types else None
 
-    def forward(self, run: Pass, tokens: Tensor | None = None, table: Tensor | None = None) -> Tensor:
-        """tokens [batch, sequence]: in place of the pass' own. table: the head's, where it is shared."""
-        x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t(), table)
+    def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
+        """tokens [batch, sequence]: in place of the pass' own."""
+        x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
         if self.tokentype_embeddings is not None:

@@ -273,20 +273,18 @@ class VocabEmbedding(nn.Module):
     kinds: ClassVar = {"weight": Kind.VOCABULARY}
 
     def __init__(self, rows: int, width: int, ranks: TensorGroup) -> None:
-        """rows: of this rank; 0: the table is another module's."""
+        """rows: of this rank."""
         super().__init__()
         self.ranks = ranks
-        self.weight = nn.Parameter(torch.empty(rows, width)) if rows else None
+        self.weight = nn.Parameter(torch.empty(rows, width))
 
-    def forward(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
-        """tokens int64 [sequence, batch] -> [sequence (/ tp), batch, width]. table: where this module has none."""
-        table = self.weight if table is None else table
-        assert table is not None
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [sequence, batch] -> [sequence (/ tp), batch, width]."""
         if self.ranks.group is None:
-            return F.embedding(tokens, table)
-        rows = table.shape[0]
+            return F.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
         local = tokens - self.ranks.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), table)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return comm.sum_over(found, self.ranks.group, scatter=self.ranks.sequence)
