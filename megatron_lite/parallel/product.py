@@ -14,9 +14,12 @@ TURNED_ROUND = range(8, 16)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] -> [..., out]; for autograd."""
+    """x [..., in], weight [out, in], bias [out] -> [..., out]; for autograd.
+
+    Turned round in inference mode alone: what training computes again has to keep what it saved for the backward pass, and its bits.
+    """
     rows = x.numel() // x.shape[-1]
-    if rows not in TURNED_ROUND or x.is_cuda or x.dtype != torch.float32:
+    if rows not in TURNED_ROUND or not torch.is_inference_mode_enabled() or x.is_cuda or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     made = torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
     return made if bias is None else made + bias

@@ -27,9 +27,13 @@ def compare(own: torch.Tensor, theirs: torch.Tensor, inputs: list[torch.Tensor])
 def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
     x, weight, bias = leaves((1, rows, 24), (40, 24), (40,))
     inputs = [x, weight, *[bias] * biased]
-    made = linear(*inputs)
-    assert made.is_contiguous()
-    compare(made, F.linear(*inputs), inputs)
+    with torch.inference_mode():
+        made = linear(*inputs)
+        assert made.is_contiguous()
+        torch.testing.assert_close(made, F.linear(*inputs), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(linear(*inputs), F.linear(*inputs)), "what training computes first it computes again with gradients"
+    compare(linear(*inputs), F.linear(*inputs), inputs)
 
 
 def test_a_norm_on_a_cpu_is_what_pytorch_makes_of_its_formula() -> None:
