@@ -32,7 +32,9 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
         assert made.is_contiguous()
         torch.testing.assert_close(made, F.linear(*inputs), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert torch.equal(linear(*inputs), F.linear(*inputs)), "what training computes first it computes again with gradients"
+        assert torch.equal(linear(*inputs), F.linear(*inputs)), (
+            "what training computes first it computes again with gradients"
+        )
     compare(linear(*inputs), F.linear(*inputs), inputs)
 
 
