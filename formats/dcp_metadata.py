@@ -102,10 +102,9 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
 
 
 def _attributes(value: object) -> Mapping[str, Any]:
-    state = value.state if isinstance(value, Opaque) else None
-    if not isinstance(state, dict):
+    if type(value) is not Opaque or type(value.state) is not dict:
         raise ValueError(f"{value!r:.80} where a record should be")
-    return state
+    return value.state
 
 
 def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Range:
@@ -120,7 +119,7 @@ def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Ra
     if info.get("transform_descriptors"):
         how = ", ".join(map(str, info["transform_descriptors"]))
         raise CorruptCheckpoint(f"{path}: {key} is stored through {how:.80}; save the checkpoint without extensions")
-    if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
+    if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
         raise ValueError(f"{key} lies at {offset!r:.40}, {nbytes!r:.40} bytes long")
     return Range(file, offset, nbytes)
 
@@ -144,7 +143,7 @@ def _tensor(
 
 
 def _shape(value: object) -> Shape:
-    if not isinstance(value, tuple):
+    if type(value) is not tuple:
         raise ValueError(f"{value!r:.80} is not a shape")
     return as_shape(value)
 

@@ -23,7 +23,7 @@ from formats.pickle_records import Global, Opaque
 
 Column = list[Any]
 
-_REFERENCE, _NUMBER, _NAME, _INSTANCE = b"rns)"
+_REFERENCE, _NUMBER, _NAME, _KEPT_NAME, _INSTANCE = b"rnsk)"
 _OTHERS = b"N}(ubt\x85\x86\x87R\x94"
 """Kinds of instructions: letters of our own for those with operands; of others the instruction's byte."""
 _LONG, _INTEGER4 = b"\x8aJ"
@@ -33,6 +33,7 @@ _PATTERNS = (
         _REFERENCE: rb"(h.|j.{4})",
         _NUMBER: rb"(K.|M..|J.{4}|\x8a(?:" + _LONGS + rb"))",
         _NAME: rb"\x8c(.[ -~]*)(?=\x94)",  # with what follows every text that Python writes; its length is compared afterwards
+        _KEPT_NAME: rb"X(.{4}[ -~]*r.{3}\x00)",  # one with its number in the memo, as `pickle_writer` makes them; both are compared
         _INSTANCE: rb"\)\x81",
     }
     | {code: re.escape(bytes([code])) for code in _OTHERS}
@@ -42,7 +43,11 @@ _REST = rb"(.+)"
 """What a search takes in one piece where nothing else fits, so that it doesn't look for it further on."""
 _KINDS = re.compile(
     b"|".join(
-        [*(_PATTERNS[kind] for kind in (_REFERENCE, _NUMBER, _NAME)), rb"(\)\x81|[%b])" % re.escape(_OTHERS), _REST]
+        [
+            *(_PATTERNS[kind] for kind in (_REFERENCE, _NUMBER, _NAME, _KEPT_NAME)),
+            rb"(\)\x81|[%b])" % re.escape(_OTHERS),
+            _REST,
+        ]
     ),
     re.DOTALL,
 )
@@ -100,7 +105,10 @@ def _kinds(data: bytes) -> bytes:
     """Of the instructions that data begins with, up to one that can't be repeated."""
     found: list[tuple[bytes, ...]] = _KINDS.findall(data)
     return b"".join(
-        [b"r" if ref else b"n" if number else b"s" if name else code[:1] for ref, number, name, code, _ in found]
+        [
+            b"r" if ref else b"n" if number else b"s" if name else b"k" if kept else code[:1]
+            for ref, number, name, kept, code, _ in found
+        ]
     )
 
 
@@ -142,6 +150,8 @@ class _Repetitions:
         self.operands = iter(operands)
         self.made = self.copied = 0
         self.memoized: list[Column] = []
+        self.numbers: list[list[int] | None] = []
+        """Of each of `memoized`, the numbers that the pickle says; None where it says none."""
         self.instances: list[Column] = []
         self.dicts: list[Column] = []
         self.empty: list[Column] = []
@@ -167,6 +177,14 @@ class _Repetitions:
         names = next(self.operands)
         _require(all(len(name) == 1 + name[0] for name in names))
         self.stack.append([name[1:].decode() for name in names])
+
+    def kept_name(self) -> None:
+        """Unlike `memoize` it says which number the memo shall have it under: accepted is the next one alone."""
+        names = next(self.operands)
+        self.stack.append([name[4:-5].decode() for name in names])
+        _require(all(int.from_bytes(name[:4], "little") == len(name) - 9 for name in names))
+        self.memoize()
+        self.numbers[-1] = [int.from_bytes(name[-4:], "little") for name in names]
 
     def none(self) -> None:
         self.stack.append(_Same([None] * self.count))
@@ -238,12 +256,15 @@ class _Repetitions:
 
     def memoize(self) -> None:
         self.memoized.append(self.stack[-1])
+        self.numbers.append(None)
 
     def finish(self, end: int) -> None:
         """Bring the machine to where the last repetition ends: the records are on its stack then, and a class on top."""
         machine, memo = self.machine, self.machine.memo
         added = range(len(memo), len(memo) + self.count * len(self.memoized))
         _require(not self.below and memo.keys().isdisjoint(added))
+        for first, numbers in enumerate(self.numbers, added.start):
+            _require(numbers is None or numbers == [*range(first, added.stop, len(self.numbers))])
         *made, classes = self.stack
         memo.update(zip(added, _in_turn(self.memoized), strict=True))
         machine.stack[-1:] = [*_in_turn(made), classes[0]]
@@ -274,6 +295,6 @@ _BY_KIND: dict[bytes, Callable[[_Repetitions], None]] = {
     b"N": _Repetitions.none, b"}": _Repetitions.empty_dict, b"(": _Repetitions.mark, b"u": _Repetitions.set_items,
     b"b": _Repetitions.build, b"t": _Repetitions.tuple_of_marked, b"\x85": partial(_Repetitions.tuple_of_last, size=1),
     b"\x86": partial(_Repetitions.tuple_of_last, size=2), b"\x87": partial(_Repetitions.tuple_of_last, size=3),
-    b"R": _Repetitions.call, b"\x94": _Repetitions.memoize,
+    b"R": _Repetitions.call, b"\x94": _Repetitions.memoize, b"k": _Repetitions.kept_name,
 }  # fmt: skip
 _STEPS = {kind[0]: step for kind, step in _BY_KIND.items()}

@@ -69,7 +69,7 @@ class Opaque:
         return self is other or (isinstance(other, Opaque) and self._identity() == other._identity())
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(self._identity()) if self.args else id(self)
 
 
 @dataclass

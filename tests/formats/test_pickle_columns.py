@@ -97,7 +97,7 @@ def _by_torch(protocol: int) -> bytes:
 
 def _by_us(count: int) -> bytes:
     chunks = tuple(StoredChunk((n, 0), (1, 300), Range("__0_0.distcp", 3**n % 2**41, 700)) for n in range(count))
-    objects = {f"{n}._extra_state": Range("__0_0.distcp", 2**31 + n, 9) for n in range(20)}
+    objects = {f"{n}._extra_state": Range("__0_0.distcp", 2**31 + n, 9) for n in range(count)}
     metadata = DcpMetadata({"decoder.weight": StoredTensor((count, 300), "bfloat16", chunks)}, objects)
     return dcp_metadata.write(metadata, nested_keys=False)
 
@@ -110,9 +110,9 @@ def test_records_come_out_the_same(name: str) -> None:
     assert same(TABLES[name])
 
 
-@pytest.mark.parametrize("data", [_by_us(1000), _by_torch(4)], ids=["ours", "torch"])
-def test_most_of_a_table_is_followed_by_columns(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert followed(data, monkeypatch) > len(data) / 2
+@pytest.mark.parametrize(("data", "share"), [(_by_us(1000), 0.8), (_by_torch(4), 0.5)], ids=["ours", "torch"])
+def test_most_of_a_table_is_followed_by_columns(data: bytes, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert followed(data, monkeypatch) > share * len(data)
 
 
 INSTRUCTIONS = b"hjNKMJ\x8a)\x81}(ubst\x85\x86\x87R\x94\x8cXq0."
@@ -138,6 +138,7 @@ INNER = st.sampled_from([
     b"h\x00", b"h\x01", b"j\x02\0\0\0", b"h\x03", b"h\x04", b"h\x05", b"h\x06", b"h\x09", b"h\x0b", b"N", b")\x81", b"}", b"(",
     b"u", b"b", b"t", b"\x85", b"\x86", b"\x87", b"h\x03K\x01\x85\x85R", b"h\x03K\x00J\xff\xff\xff\xff\x86\x85R", b"R", b"\x94",
     b"}(h\x01h\x02ub", b"}(h\x01h\x02h\x02h\x01ub", b"}(h\x01NK#h\x01u", b"}\x94(h\x01K#ub", b"K#", b"K#", b"\x8c\x03abc\x94",
+    b"X\3\0\0\0abcr#\0\0\0",
 ])  # fmt: skip
 MEMO = (
     CLASS + b"q\0X\1\0\0\0aq\1X\1\0\0\0bq\2ctorch\nSize\nq\3]q\4}q\5ctorch.nn\nModule\nq\6\x8a\x0a" + b"\1" * 10
@@ -161,6 +162,9 @@ UNUSUAL = {
     "a size that is none": b")\x81}(h\1h\3J\xff\xff\xff\xff\x85\x85Rubh\0",
     "a size of two arguments": b")\x81}(h\1h\3K#\x85K#\x85\x86Rubh\0",
     "a name that is shorter than it looks": b")\x81}(h\1\x8c\2abN\x94ubh\0",
+    "a kept name that is shorter than it looks": b")\x81}bX\1\0\0\0aKr#\0\0\0h\0",
+    "a name kept under another number": b")\x81}bX\2\0\0\0abr#\0\0\0h\0",
+    "a name kept under the same number": b")\x81}bX\2\0\0\0abr\x0b\0\0\0h\0",
     "a negative number": b")\x81}(h\1J\xff\xff\xff\xffh\2\x8a\1\xffubh\0",
     "a long without digits": b")\x81}(h\1\x8a\0ubh\0",
     "a class that makes something": b")\x81}(h\1K#ubh\x08)\x81h\0",

@@ -13,7 +13,7 @@ BROKEN = {
     "executed": "os.system('true')",
     "outside": "open(outside / 'secret').close()",
     "traceback": "raise ArithmeticError('nobody caught this')",
-    "hang": "time.sleep(60)",
+    "hang": "time.sleep(300)",
     "memory": "bytearray(b'x') * (600 << 20)",
     "message": "sys.exit(3)",
     "": "print('megaconv: error: something is wrong', file=sys.stderr); sys.exit(3)",
@@ -35,7 +35,8 @@ for promise, code in broken.items():
         return 0
     def prepare():
         cli.main = command
-    outcome = server.run("inspect", folder=folder, prepare=prepare, outside=outside, seconds=2)
+    seconds = 2 if promise == "hang" else 40  # what a busy machine may take for the others
+    outcome = server.run("inspect", folder=folder, prepare=prepare, outside=outside, seconds=seconds)
     try:
         check_conduct(outcome)
         found[promise] = ""
@@ -50,7 +51,7 @@ def test_every_kind_of_misconduct_is_seen(tmp_path: Path) -> None:
     (tmp_path / "outside" / "secret").write_text("secret")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(BROKEN)]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {promise: promise for promise in BROKEN}

@@ -124,25 +124,28 @@ DOCUMENTS = ((5, 11), (16,))
 def attended(
     rank: int, size: int, how: str, *, packed: bool, window: int | None, value: int, sinks: bool
 ) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v, of whole sequences, and of sinks."""
+    """Output and gradients of q, k, v, of whole sequences, and of sinks.
+
+    In float64, of which sums over blocks alone are float32: how a processor's kernels round the products doesn't count.
+    """
     grid = make_grid(Layout(), 1, CPU, cp=size)
     group = grid.group("cp")
     context = None if group is None else ContextGroup(group, rank, size, how)
     generator = torch.Generator().manual_seed(3)
     shapes = [(16, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, value), (16, 2, 4, value)]
-    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     own = [x if context is None else context.own_part(x, 0) for x in whole]
     q, k, v = (x.clone().requires_grad_() for x in own[:3])
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     batch = Microbatch(tokens, tokens, documents=DOCUMENTS if packed else None)
-    run = Passes(MODELS["gpt2"], CPU, torch.float32, context).make(batch)
-    at = torch.randn(4, generator=generator).requires_grad_()
+    run = Passes(MODELS["gpt2"], CPU, torch.float64, context).make(batch)
+    at = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_()
     how_else: dict[str, Any] = {"scale": 0.2, "sinks": at} if sinks else {}
     out = attend(q, k, v, run, window=window, **how_else)
     out.backward(own[3])
     found = [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
     found = found if context is None else [context.whole(x.contiguous(), 0) for x in found]
-    of_sinks = torch.zeros(4) if at.grad is None else at.grad
+    of_sinks = torch.zeros(4, dtype=torch.float64) if at.grad is None else at.grad
     comm.all_reduce(of_sinks, group)
     grid.close()
     return [*found, of_sinks]

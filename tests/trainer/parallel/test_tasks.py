@@ -31,7 +31,7 @@ from tests.trainer.parallel.worlds import World
 
 pytestmark = pytest.mark.oracle
 STEPS, MICROBATCHES, EXAMPLES, LENGTH, VOCAB = 10, 2, 3, 16, 61
-RATE, DECAY, BETAS, EPS, CLIP = 1e-2, 0.1, (0.9, 0.95), 1e-6, 0.5
+RATE, DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-6, 0.5
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB,
     "max_position_embeddings": LENGTH, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0,
@@ -143,10 +143,10 @@ def theirs(directory: Path, kind: Kind, batch: Microbatch, model: Any) -> Tensor
 
 
 def expected(directory: Path, kind: Kind) -> tuple[Figures, Tensor]:
-    """By transformers and torch's AdamW."""
+    """By transformers and torch's AdamW, in float64: beside rounding of its own, that of a float32 reference would count as ours."""
     import transformers
 
-    model: Any = getattr(transformers, kind.model).from_pretrained(directory, dtype=torch.float32)
+    model: Any = getattr(transformers, kind.model).from_pretrained(directory, dtype=torch.float64)
     groups = [
         {"params": [each for each in model.parameters() if (each.ndim > 1) == decays], "weight_decay": DECAY * decays}
         for decays in (True, False)
@@ -170,11 +170,11 @@ def expected(directory: Path, kind: Kind) -> tuple[Figures, Tensor]:
 
 def compare(found: tuple[Figures, Tensor | None], answer: tuple[Figures, Tensor]) -> None:
     for step, (figures, wanted) in enumerate(zip(found[0], answer[0], strict=True)):
-        assert figures == pytest.approx(wanted, rel=1e-5), f"step {step}"
+        assert figures == pytest.approx(wanted, rel=5e-6), f"step {step}"
     if (
         found[1] is not None
     ):  # a score that all choices have more is none: rounding alone decides where the bias of their head goes
-        ours, theirs = (scores - scores.mean(1, keepdim=True) for scores in (found[1], answer[1]))
+        ours, theirs = (scores.double() - scores.double().mean(1, keepdim=True) for scores in (found[1], answer[1]))
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
