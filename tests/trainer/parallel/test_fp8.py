@@ -159,12 +159,15 @@ def ideal(make: Callable[[FP8], Found], form: str, draws: int) -> list[Found]:
 
 
 def gradients(fp8: FP8 | None) -> dict[str, Tensor]:
-    """Of a dense model in float32, where nothing else is rounded and no token changes its expert."""
+    """Of the layers of a dense model in float32, where nothing else is rounded and no token changes its expert.
+
+    What lies behind the layers has gradients that no product rounds.
+    """
     run = replace(case(fp8), model="dense in fp8", options=(("fp8", fp8),), clip=0.0)
     engine = make_engine(run)
     engine.train_step(own_batches(run, 0, engine), lr=0.0, weight_decay=0.0)
     assert engine.optimizer is not None
-    return {item.name: item.gradient.clone() for item in engine.optimizer.ranges()}
+    return {item.name: item.gradient.clone() for item in engine.optimizer.ranges() if ".layers." in item.name}
 
 
 @cache
@@ -195,6 +198,7 @@ def test_gradients_part_as_far_as_the_precision_of_the_format_has_it(recipe: str
         (departures(hybrid, plain), [departures(each, plain) for each in ideal_hybrid]),
         (departures(hybrid, e4m3), list(map(departures, ideal_hybrid, ideal_e4m3))),
     ):
+        assert (torch.stack(expected) > 0).all(), "else a mean is 0 whatever the others are"
         assert geometric_mean(found) == pytest.approx(geometric_mean(torch.stack(expected)), rel=0.15)
 
 
