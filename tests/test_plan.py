@@ -31,6 +31,11 @@ def test_bytes_of_a_parameter_are_megatrons(dtype: str, everywhere: int, over_fo
     assert bytes_per_parameter(dtype, 1, distributed_optimizer=True) == everywhere
 
 
+def test_a_momentum_is_four_bytes_less_than_two_moments() -> None:
+    assert bytes_per_parameter("bfloat16", 4, distributed_optimizer=False, states=1) == 14
+    assert bytes_per_parameter("bfloat16", 4, distributed_optimizer=True, states=1) == 8
+
+
 def test_nothing_is_trained_in_eight_bits() -> None:
     with pytest.raises(UsageError, match="float8_e4m3fn"):
         bytes_per_parameter("float8_e4m3fn", 1, distributed_optimizer=True)

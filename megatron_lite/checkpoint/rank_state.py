@@ -6,7 +6,7 @@ The optimizer is whole in it, also where ranks share it: the file's tensors then
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     """
     engine.finish()
     grid, mixture = engine.grid, engine.config.experts.count > 0
-    renamed = [_renamed(engine, chunk, impl) for chunk in grid.chunks()]
+    renamed = [_listed(engine, chunk, impl) for chunk in grid.chunks()]
     slots = _slots(engine, renamed) if with_optimizer else {}
     states = [tensor for of_parameter in slots.values() for tensor in of_parameter.values()]
     if not _writes(grid, grid.rank, mixture=mixture):
@@ -67,16 +67,32 @@ def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: 
     return Snapshot(common["iteration"], common, rank_file=file)
 
 
-def _renamed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, str]:
-    """From the engine's names to those of the implementation."""
+class Listed(NamedTuple):
+    """How a file calls a parameter."""
+
+    name: str
+    unused: tuple[str, ...]
+    """As what it is listed again, with optimizer state: a tied head beside MTP layers, which Megatron never computes with."""
+
+
+def _listed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, Listed]:
+    """By the engine's names."""
     config, grid = engine.config, engine.grid
     vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
     at = grid.experts_place() if config.experts.count else (0, 0)
     ours, theirs = (
-        native_tensors(family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
+        list(
+            native_tensors(
+                family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at
+            )
+        )
         for naming in (NAMING, core_naming(impl))
     )
-    return {our.name: their.name for our, their in zip(ours, theirs, strict=True)}
+    unused = [native for native in theirs if native.copy is not None and native.copy.written and not native.copy.used]
+    return {
+        our.name: Listed(their.name, tuple(native.name for native in unused if native.parts == our.parts))
+        for our, their in zip(ours, theirs, strict=True)
+    }
 
 
 def _writes(grid: Grid, rank: int, *, mixture: bool) -> bool:
@@ -87,19 +103,20 @@ def _writes(grid: Grid, rank: int, *, mixture: bool) -> bool:
     return not place["cp"] and not place["dp"]
 
 
-def _weights(engine: Engine, renamed: list[dict[str, str]]) -> list[dict[str, SharedTensor]]:
+def _weights(engine: Engine, renamed: list[dict[str, Listed]]) -> list[dict[str, SharedTensor]]:
     """Of each chunk by name; whole on this rank."""
     models: list[dict[str, SharedTensor]] = [{} for _ in renamed]
     second_names = {(info.chunk, info.name): info.second_names for infos in engine.infos for info in infos}
     for chunk, name, tensor in engine.parameters():
-        for each in (name, *second_names[chunk, name]):
+        names = [renamed[chunk][each].name for each in (name, *second_names[chunk, name])]
+        for each in (*names, *renamed[chunk][name].unused):
             placeholder = Placeholder(f"{chunk} {each}", tuple(tensor.shape), _dtype(tensor.dtype))
             whole = Part(engine.grid.rank, 0, tensor.numel(), tensor.detach().view(-1))
-            models[chunk][renamed[chunk][each]] = SharedTensor(placeholder, (whole,), (engine.grid.rank,))
+            models[chunk][each] = SharedTensor(placeholder, (whole,), (engine.grid.rank,))
     return models
 
 
-def _slots(engine: Engine, renamed: list[dict[str, str]]) -> dict[Name, dict[str, SharedTensor]]:
+def _slots(engine: Engine, renamed: list[dict[str, Listed]]) -> dict[Name, dict[str, SharedTensor]]:
     """In the same order on all ranks that share the optimizer of any of these parameters, also on one that owns nothing.
 
     Of an optimizer that isn't shared those that this rank writes.
@@ -116,13 +133,15 @@ def _slots(engine: Engine, renamed: list[dict[str, str]]) -> dict[Name, dict[str
         ranks = [grid.rank] if group is None else dist.get_process_group_ranks(group)
         writers = tuple(rank for rank in ranks if _writes(grid, rank, mixture=mixture))
         owned = own.get((info.chunk, info.name))
-        found[info.chunk, renamed[info.chunk][info.name]] = {
-            slot: SharedTensor(
-                Placeholder(f"{info.chunk} {slot} {info.name}", info.native.shape, "float32"),
-                tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares), writers,
-            )
-            for slot in (*masters, *STATE[kind_of(info, optimizer.options.kind)])
-        }  # fmt: skip
+        listed = renamed[info.chunk][info.name]
+        for name in (listed.name, *listed.unused):
+            found[info.chunk, name] = {
+                slot: SharedTensor(
+                    Placeholder(f"{info.chunk} {slot} {name}", info.native.shape, "float32"),
+                    tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares), writers,
+                )
+                for slot in (*masters, *STATE[kind_of(info, optimizer.options.kind)])
+            }  # fmt: skip
     return found
 
 

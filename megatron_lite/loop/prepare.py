@@ -223,12 +223,6 @@ def _check_savable(settings: Settings, config: ModelConfig, layout: Layout) -> N
             "--ckpt-format torch can't be had for a T5 with pipeline stages; leave it out: torch_dist has no stages, and "
             "megaconv convert --saver core --ckpt-format torch makes rank files of it"
         )
-    twice = config.mtp_layers and config.tie_embeddings and layout.pp > 1
-    if saving.save is not None and saving.ckpt_format == "torch" and twice:
-        raise LayoutError(
-            "--ckpt-format torch can't be had with pipeline stages for tied embeddings and --mtp-num-layers: Megatron's last stage has the "
-            "table twice there, and computes with one of them; leave it out: torch_dist has it once"
-        )
     if saving.save is not None and not config.norm.final and saving.transformer_impl != "local":
         raise UsageError(
             "the model has no norms at the end of its stacks, as Megatron's local layers without Transformer Engine; "

@@ -19,15 +19,20 @@ def keep(make: Made, x: Tensor, use: Made) -> Tensor:
 
 
 def make_again(make: Made, x: Tensor, use: Made) -> Tensor:
-    """use(make(x)), where `use` keeps x instead of make(x) for its backward pass. torch.compile decides by itself."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return use(make(x))
+    """use(make(x)), where `use` keeps x instead of make(x) for its backward pass. torch.compile decides by itself.
+
+    A view of all of make(x) that autograd would have kept it finds with its own strides: products may keep transposed ones.
+    What isn't contiguous is kept.
+    """
     made = make(x)
-    address, count = made.data_ptr(), made.numel()
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not made.is_contiguous():
+        return use(made)
+    address, count, dtype, version = made.data_ptr(), made.numel(), made.dtype, made._version
 
     def pack(saved: Tensor) -> Any:
-        same = saved.data_ptr() == address and saved.numel() == count
-        return _Again(make, x.detach(), saved.shape) if same else saved
+        whole = saved.data_ptr() == address and saved.numel() == count and saved.dtype == dtype
+        changed = saved._version != version  # in place, which making it again wouldn't
+        return _Again(make, x.detach(), saved.shape, saved.stride()) if whole and not changed else saved
 
     with saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, _Again) else packed):
         return use(made)
@@ -40,10 +45,11 @@ class _Again:
     make: Made
     x: Tensor
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
     def __call__(self) -> Tensor:
         with torch.no_grad():
-            return self.make(self.x).view(self.shape)
+            return self.make(self.x).contiguous().as_strided(self.shape, self.strides)
 
 
 def run_layers(layers: Sequence[nn.Module], x: Tensor, run: "Run", settings: Recompute) -> Tensor:

@@ -16,7 +16,7 @@ TURNED_ROUND = range(8, 16)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> [..., out]; for autograd.
 
-    Turned round in inference mode alone: what training computes again has to keep what it saved for the backward pass, and its bits.
+    Turned round in inference mode alone: training's bits don't follow from how many rows a layout gives a rank.
     """
     rows = x.numel() // x.shape[-1]
     if rows not in TURNED_ROUND or not torch.is_inference_mode_enabled() or x.is_cuda or x.dtype != torch.float32:

@@ -10,17 +10,25 @@ divided by tp but for h, which sequence parallelism divides):
     head        h twice, and once the gradient of its matrix; the same and a layer more for each further token that is predicted
 
 Selective recomputation leaves normed and activated out; full keeps one h for each group of layers, and one group's inside.
+
+Of optimizer state each kind is counted with what it keeps: AdamW two moments, SGD its momentum, Muon one of its matrices and AdamW's of
+all else. Muon's matrices, which a distributed optimizer deals out whole, are those of the rank that gets most.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megaconv.model.memory import bytes_per_parameter
-from megaconv.model.rank_share import rank_shares
+from megaconv.model.rank_share import RankShare, rank_shares
+from megatron_lite.parallel.buckets import fill
+from megatron_lite.parallel.dealing import Dealer
+from megatron_lite.parallel.muon import takes
 from megatron_lite.parallel.pipeline import order
+from megatron_lite.parallel.zero import STATE
 from megatron_lite.planning.stages import Described
 
 
@@ -46,15 +54,54 @@ def stage_memory(run: Described) -> list[Memory]:
     shares = rank_shares(family(run.config.family).rows, run.config, layout, run.vocab_rows)
     found = []
     for pp_rank, share in enumerate(shares):
-        kept = share.dense * _bytes_each(run, run.replicas) + share.experts * _bytes_each(run, run.expert_dp)
+        kept = sum(held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, share))
         found.append(Memory(share.parameters, round(kept), activations(run, pp_rank)))
     return found
 
 
-def _bytes_each(run: Described, ranks: int) -> float:
+class Held(NamedTuple):
+    """Parameters of a rank that are kept alike."""
+
+    parameters: int
+    ranks: float
+    """That share their masters and state where the optimizer is distributed; less than there are where the shares are uneven."""
+    kind: str
+    """What updates them, as in OptimizerOptions."""
+
+
+def _held(run: Described, pp_rank: int, share: RankShare) -> Iterator[Held]:
+    matrices = _matrices(run, pp_rank) if run.optimizer.kind == "muon" else {}
+    other = "adamw" if run.optimizer.kind == "muon" else run.optimizer.kind
+    for axis, parameters, ranks in (("replicas", share.dense, run.replicas), ("edp", share.experts, run.expert_dp)):
+        if axis not in matrices:
+            yield Held(parameters, ranks, other)
+            continue
+        each = matrices[axis]
+        yield Held(parameters - sum(each), ranks, other)
+        yield Held(sum(each), sum(each) / max(each), "muon")
+
+
+def _matrices(run: Described, pp_rank: int) -> dict[str, list[int]]:
+    """By the axis along which they are dealt out: elements of Muon's matrices that each of its ranks gets."""
+    dealer, ranks = Dealer(), {"replicas": run.replicas, "edp": run.expert_dp}
+    found: dict[str, list[int]] = {}
+    for index, chunk in enumerate(run.chunks(pp_rank)):
+        trained = [info for info in run.parameters(index, chunk) if info.trained]
+        for members, _ in fill(trained, run.optimizer.bucket_elements, deals=True):
+            if takes(members[0].info):
+                axis = members[0].info.reduced_over
+                counts = [member.end - member.start for member in members]
+                held = found.setdefault(axis, [0] * ranks[axis])
+                for owner, count in zip(dealer.owners(counts, axis, ranks[axis]), counts, strict=True):
+                    held[owner] += count
+    return found
+
+
+def _bytes_each(run: Described, held: Held) -> float:
     # Gradients are float32 here in fp16 as well, so that fp16 takes what Megatron has for bf16.
     dtype = "float32" if run.options.dtype == "float32" else "bfloat16"
-    return bytes_per_parameter(dtype, ranks, distributed_optimizer=run.optimizer.distributed)
+    states = len(STATE[held.kind])
+    return bytes_per_parameter(dtype, held.ranks, distributed_optimizer=run.optimizer.distributed, states=states)
 
 
 def activations(run: Described, pp_rank: int) -> int:

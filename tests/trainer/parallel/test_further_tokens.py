@@ -2,11 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megaconv import open as open_checkpoint
+from tests.optimizer_models import load
+from tests.optimizer_oracle import step as go_on
 from tests.runs import run as megaconv
+from tests.test_optimizer import assert_one_step
 from tests.trainer.loop.launches import DEEPSEEK, LLAMA, launch
 from tests.trainer.loop.launches import train as launch_and_wait
 from tests.trainer.parallel.core_oracle import train_with_core
@@ -73,11 +78,47 @@ def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path:
     assert megaconv("diff", tmp_path / "stopped" / "ckpt", tmp_path / "one").status == 0
 
 
-def test_rank_files_of_several_stages_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    flags = f"pretrain {TIED} --train-iters 2 --pipeline-model-parallel-size 2 --ckpt-format torch --save ckpt"
-    running = launch(tmp_path, 2, flags)
-    assert running.wait() == [2, 2]
-    assert "Megatron's last stage has the table twice" in running.logs()
+STAGES = f"pretrain {TIED} --bf16 --pipeline-model-parallel-size 2 --save ckpt"
+
+
+@pytest.mark.parametrize("more", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)])
+def test_rank_files_of_several_stages_hold_what_the_format_without_stages_does(more: str, tmp_path: Path) -> None:
+    """Weights and optimizer; a run goes on from them at another layout as from that, and megaconv makes the one of the other."""
+    ranks = 4 if more else 2
+    for name, form in (("ranks", "torch"), ("dist", "torch_dist")):
+        launch_and_wait(tmp_path / name, ranks, f"{STAGES} {more} --train-iters 2 --ckpt-format {form}")
+        launch_and_wait(
+            tmp_path / f"{name} on",
+            1,
+            f"pretrain {TIED} --bf16 --train-iters 3 --load {tmp_path / name / 'ckpt'} --save ckpt",
+        )
+    for ending in ("", " on"):
+        assert megaconv("diff", tmp_path / f"ranks{ending}" / "ckpt", tmp_path / f"dist{ending}" / "ckpt").status == 0
+    two_stages = ("--saver", "core", "--ckpt-format", "torch", "--pp", "2", "--transformer-impl", "transformer_engine")
+    for name in ("ranks", "dist"):
+        assert megaconv("convert", tmp_path / name / "ckpt", tmp_path / f"{name} out", *two_stages).status == 0
+        assert megaconv("diff", tmp_path / f"{name} out", tmp_path / "ranks" / "ckpt").status == 0
+    last = "mp_rank_00_001/model_optim_rng.pt"
+    ours, theirs = (
+        load(next(path.glob(f"*/{last}"))) for path in (tmp_path / "ranks" / "ckpt", tmp_path / "ranks out")
+    )
+    assert list(ours["model"]) == list(theirs["model"])
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert torch.equal(ours["model"][name], theirs["model"][name])
+    assert numbers(ours) == numbers(theirs)
+
+
+def numbers(state: Any) -> list[list[int]]:
+    """Of the parameters that the optimizer has, group by group."""
+    return [group["params"] for group in state["optimizer"]["optimizer"]["param_groups"]]
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_megatrons_own_optimizers_go_on_from_rank_files_of_several_stages(tmp_path: Path) -> None:
+    launch_and_wait(tmp_path, 2, f"{STAGES} --train-iters 2 --ckpt-format torch --transformer-impl local")
+    go_on([(tmp_path / "ckpt", tmp_path / "to")], tmp_path)
+    assert_one_step(open_checkpoint(tmp_path / "ckpt"), open_checkpoint(tmp_path / "to"), "tied, further tokens")
 
 
 def test_a_model_whose_checkpoints_have_no_such_layers_is_refused_in_one_line(tmp_path: Path) -> None:

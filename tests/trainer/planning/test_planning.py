@@ -51,14 +51,39 @@ KEPT = [
     Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4),
     Planned("gpt2", pp=2, dtype="float32", wider=4),
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4),
+    Planned("qwen3", dtype="bfloat16", kind="sgd", wider=4),
+    Planned("llama", dp=2, dtype="bfloat16", distributed=True, kind="sgd", wider=4),
+    Planned("gpt2", pp=2, dtype="bfloat16", kind="muon", wider=4),
+    Planned("qwen3", tp=2, dp=2, dtype="float32", distributed=True, kind="muon", wider=4),
+    Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, kind="muon", wider=4),
 ]
 
 
 @pytest.mark.parametrize("planned", KEPT, ids=str)
 def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(planned: Planned, world: World) -> None:
+    """Of the ranks of a stage that of the one that keeps most: Muon's matrices are dealt out whole."""
     stages = stage_memory(planned.described())
+    most = [0] * planned.pp
     for pp_rank, found in world.run(planned.world, bytes_kept, planned):
-        assert found == pytest.approx(stages[pp_rank].kept, rel=0.05)
+        most[pp_rank] = max(most[pp_rank], found)
+        assert planned.kind == "muon" or found == pytest.approx(stages[pp_rank].kept, rel=0.05)
+    assert most == pytest.approx([stage.kept for stage in stages], rel=0.05)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None:
+    """Four bytes of each parameter less for SGD; for Muon of each matrix of a layer."""
+    adam, sgd, muon = (
+        stage_memory(Planned(kind=kind, dp=4, distributed=distributed).described())[0]
+        for kind in ("adamw", "sgd", "muon")
+    )
+    assert adam.kept - sgd.kept == adam.parameters * 4 / (4 if distributed else 1)
+    config = Planned().config
+    layers = config.layer_count * (4 * 32 * 8 * (4 + 2) // 2 + 3 * 32 * config.mlp.ffn)
+    if distributed:
+        assert 0 < adam.kept - muon.kept <= layers * 4 / 4, "no more than if matrices could be dealt out evenly"
+    else:
+        assert adam.kept - muon.kept == layers * 4
 
 
 @pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixture", "deepseek_v3"])
