@@ -1,19 +1,26 @@
 """Where the processor's time of a training step goes: matrix products, attention, everything else; beside transformers and Megatron core.
 
-    python benchmarks/shares.py [--steps 5] [--mixture] [--tiny] [--top 12] [--json]
+    python benchmarks/shares.py [--steps 5] [--mixture] [--compile] [--tiny] [--top 12] [--json]
 
 The models of trainer.py, one thread. Every operation of PyTorch is timed by the processor's clock of its thread, below autograd, so that
 other programs of a busy machine don't count and backward passes do. Shares are of the sum over all operations; `outside` is what a step
 takes beside them, in Python and autograd: of the step when nothing is timed, so that the timing isn't part of it. Contenders take turns.
+
+With --compile ours and transformers with each layer compiled by torch.compile are there too. Of what was compiled only products and
+attention are seen as operations: everything else is the rest of the same step, in which Python and the timing are, so at most that.
+`start_up_s` is the processor's time up to the end of the first step, compilers' too; with an empty TORCHINDUCTOR_CACHE_DIR that of
+a first run.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +31,10 @@ from turns import Figures, answer, rounds
 from megatron_lite.loop.launch import keep_freed_memory
 
 CONTENDERS = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
+COMPILED = {"megatron_lite": partial(ours, compile=True), "transformers": partial(with_transformers, compiled=True)}
+COMPILED_REST = "compiled, and outside of operations"
+GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", *GROUPED)
 ROWS = 2
 
 
@@ -35,6 +45,11 @@ class Clock(TorchDispatchMode):
         super().__init__()
         self.seconds: dict[str, float] = defaultdict(float)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code runs although operations are watched."""
+        return True
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
@@ -44,22 +59,32 @@ class Clock(TorchDispatchMode):
         return found
 
 
-def one(name: str, tiny: bool, mixture: bool) -> None:
+def one(name: str, tiny: bool, mixture: bool, compiled: bool) -> None:
     """A contender's own process."""
     torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1  # compilers are children then, whose time is known
     keep_freed_memory()
     config = MIXTURES[tiny] if mixture else TINY if tiny else SMALL
-    step = CONTENDERS[name](config, "float32", ROWS)
+    begun = _with_children()
+    step = (COMPILED if compiled else CONTENDERS)[name](config, "float32", ROWS)
+    step()
+    start_up = _with_children() - begun
     for _ in range(WARM_UP):
         step()
 
     def turn() -> Figures:
         plain, clock = _seconds(step), Clock()
         with clock:
-            step()
-        return {"step": plain, "operations": clock.seconds}
+            timed = _seconds(step)
+        rest = {COMPILED_REST: timed - sum(clock.seconds.values())} if compiled else {}
+        return {"step": plain, "operations": clock.seconds | rest, "start_up": start_up}
 
     answer(turn)
+
+
+def _with_children() -> float:
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def _seconds(step: Callable[[], None]) -> float:
@@ -74,10 +99,13 @@ def kind(operation: str) -> str:
     return "products" if operation in PRODUCTS else "others"
 
 
-def measure(steps: int, tiny: bool, mixture: bool, top: int) -> dict[str, Any]:
+def measure(steps: int, tiny: bool, mixture: bool, compiled: bool, top: int) -> dict[str, Any]:
     words = ["--tiny"] * tiny + ["--mixture"] * mixture
-    all_rounds = rounds({name: [sys.executable, __file__, "--one", name, *words] for name in CONTENDERS}, steps)
-    return {name: summary([taken[name] for taken in all_rounds], top) for name in CONTENDERS}
+    commands = {name: [sys.executable, __file__, "--one", name, *words] for name in CONTENDERS}
+    if compiled:
+        commands |= {f"{name}, compiled": [*commands[name], "--compile"] for name in COMPILED}
+    all_rounds = rounds(commands, steps)
+    return {name: summary([taken[name] for taken in all_rounds], top) for name in commands}
 
 
 def summary(turns: list[Figures], top: int) -> dict[str, Any]:
@@ -93,6 +121,7 @@ def summary(turns: list[Figures], top: int) -> dict[str, Any]:
         "step_cpu_ms": round(1e3 * step),
         "operations_ms": round(1e3 * whole),
         "outside_ms": round(1e3 * (step - whole)),
+        "start_up_s": round(turns[0]["start_up"], 1),
         **{name: f"{share:.1%}" for name, share in shares.items()},
         "most of the others, ms": {name: round(1e3 * seconds[name], 1) for name in most},
     }
@@ -102,14 +131,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--top", type=int, default=12)
-    for word in ("--tiny", "--mixture", "--json"):
+    for word in ("--tiny", "--mixture", "--compile", "--json"):
         parser.add_argument(word, action="store_true")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
-        one(given.one, given.tiny, given.mixture)
+        one(given.one, given.tiny, given.mixture, given.compile)
         return
-    found = measure(given.steps, given.tiny, given.mixture, given.top)
+    found = measure(given.steps, given.tiny, given.mixture, given.compile, given.top)
     if given.json:
         print(json.dumps(found, indent=1))
         return

@@ -95,7 +95,8 @@ def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
     return lambda: engine.train_step([data], 1e-4) and None
 
 
-def with_transformers(config: ModelConfig, dtype: str, rows: int) -> Step:
+def with_transformers(config: ModelConfig, dtype: str, rows: int, *, compiled: bool = False) -> Step:
+    """compiled: each layer, as ours are."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     experts = config.experts
@@ -108,6 +109,8 @@ def with_transformers(config: ModelConfig, dtype: str, rows: int) -> Step:
         attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     network = (MixtralForCausalLM if experts.count else LlamaForCausalLM)(settings).to(getattr(torch, dtype))
+    for layer in network.model.layers if compiled else ():
+        layer.compile()
     data = batch(config, rows)
 
     def loss() -> torch.Tensor:
