@@ -144,8 +144,8 @@ MODELS: Mapping[str, Variant] = {
     ),
     "olmo2": ALL_VARIANTS["olmo2"],
 }  # fmt: skip
-ROUNDED = {"bf16": 1 / 16, "f16": 1 / 128, "q8_0": 1 / 8}
-"""Type -> the part of its largest logit that a dense llama's may be off; llama.cpp rounds activations too."""
+ROUNDED = {"bf16": 0.03, "f16": 0.003, "q8_0": 0.1}
+"""Type -> how far a dense llama's logits may be off on average, as a part of their size; llama.cpp rounds activations too."""
 
 
 def gelu_of_a_table(found: "torch.Tensor") -> "torch.Tensor":
@@ -321,7 +321,9 @@ def test_what_a_model_says_moves_its_logits_by_more(name: str, other: str, model
 def test_types_of_fewer_bits_are_read_by_llama_cpp(kind: str, models: Any, tmp_path: Path) -> None:
     source, tokens, expected = models("llama")
     found = logits_of(written(source, tmp_path / "gguf", kind), tokens, tmp_path)
-    assert TOLERANCE < (found - expected).abs().max().item() <= ROUNDED[kind] * expected.abs().max().item()
+    difference = (found - expected).abs()
+    assert difference.max().item() > TOLERANCE
+    assert difference.mean().item() <= ROUNDED[kind] * expected.abs().mean().item()
 
 
 def test_a_sharded_checkpoint_without_a_config_json_is_run_too(models: Any, tmp_path: Path) -> None:
