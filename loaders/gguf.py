@@ -27,7 +27,7 @@ from megaconv.engine.weight_files import has_weights, whole_model
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
 from megaconv.families.parts.gguf_config import config_of
-from megaconv.families.parts.gguf_names import ARCHITECTURES, ROUTER_BIAS, gguf_rows
+from megaconv.families.parts.gguf_names import ARCHITECTURES, DIVISORS, ROUTER_BIAS, gguf_rows
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
@@ -42,7 +42,6 @@ READS_FILES = True
 _log = logging.getLogger("megaconv")
 
 _PLAIN = ("float32", "float16", "bfloat16")
-_ROPE_FREQS = "rope_freqs.weight"
 _UNSPLIT = ".attn_kv_b.weight"
 _SPLIT = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
 
@@ -145,7 +144,7 @@ def _tensors(file: Path, header: GgufHeader, config: ModelConfig, dtype: str | N
     main = dtype or ("float32" if not matrices else "bfloat16" if "q8_0" in matrices else min(matrices))
     found: dict[str, LazyTensor] = {}
     for name, stored in header.tensors.items():
-        if name == _ROPE_FREQS:
+        if name in DIVISORS:
             continue
         tensor = _plain(opened, name, stored, main)
         if config.norm.zero_centered and name.endswith("_norm.weight"):

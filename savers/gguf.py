@@ -1,8 +1,6 @@
 """GGUF for llama.cpp: one file with weights, the model's sizes and its tokenizer, of the architectures that are checked."""
 
-from math import pi
-
-import numpy as np
+from collections.abc import Collection, Mapping
 
 from formats.gguf import BLOCK, KINDS, GgufLayout, Value
 from formats.tensor import Shape, matrix_shape
@@ -10,10 +8,13 @@ from megaconv.engine.gguf_tokenizer import tokenizer_values
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.stored_forms import LEFT_OUT, Form, stored_shape
 from megaconv.errors import NotExpressible, UsageError
-from megaconv.families import Family, family
-from megaconv.families.parts.gguf_names import ARCHITECTURES, gguf_rows
+from megaconv.families import Family, family, family_of_hf
+from megaconv.families.parts.gguf_config import config_of, shortest
+from megaconv.families.parts.gguf_metadata import divisors, metadata
+from megaconv.families.parts.gguf_metadata import notices as metadata_notices
+from megaconv.families.parts.gguf_names import ARCHITECTURES, DIVISORS, gguf_rows
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import changed
+from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each, require_kept
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import GGUF
@@ -30,12 +31,6 @@ OPTIONS = {
 FILE = "model.gguf"
 _TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
 _ALWAYS_F32 = ("ffn_gate_inp.weight", "position_embd.weight")
-_ROPE_FREQS = "rope_freqs.weight"
-_LATENT = "deepseek2"
-_SCORES = {"softmax": 1, "sigmoid": 2}
-"""What turns a router's logits into weights -> llama.cpp's number of it."""
-_ORIGINAL = "original_max_position_embeddings"
-_YARN = {"rope_type", "factor", _ORIGINAL, "mscale", "mscale_all_dim", "beta_fast", "beta_slow"}
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
@@ -68,12 +63,9 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """header: of tensors in the form that forms() says. Raises NotExpressible for what llama.cpp has no place for."""
     config = header.config
-    table = _family(config)
-    tensors: dict[str, tuple[Shape, str]] = {}
-    constants: dict[str, bytes] = {}
-    if (divisors := _rope_divisors(config)) is not None:
-        constants[_ROPE_FREQS] = divisors
-        tensors[_ROPE_FREQS] = ((len(divisors) // 4,), "float32")
+    architecture = ARCHITECTURES[_family(config).name]
+    constants = {name: found.tobytes() for name, found in divisors(config).items()}
+    tensors: dict[str, tuple[Shape, str]] = {name: ((len(each) // 4,), "float32") for name, each in constants.items()}
     placements: dict[Key, list[Placement]] = {}
     natives = _natives(config)
     for native in natives:
@@ -87,13 +79,15 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             placements.setdefault(Key(name), []).append(Placement(FILE, native.name, row_bytes, moved))
     kinds = [kind for shape, kind in tensors.values() if len(shape) > 1]
     main = max(set(kinds), key=kinds.count)
-    values = _sizes(config, ARCHITECTURES[table.name], KINDS[main].file_type) | tokenizer_values(
-        header.files, config, options.extra
-    )
-    notices = [f"matrices are stored as {main}, norms and biases as float32"]
+    values = metadata(config, KINDS[main].file_type)
+    _require_kept(config, values, tensors)
+    if options.extra.get("tokenizer") == "none":  # whose tokens llama.cpp would count
+        values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
+    values |= tokenizer_values(header.files, config, options.extra)
+    notices = [f"matrices are stored as {main}, norms and biases as float32", *metadata_notices(config)]
     if config.mtp_layers:
         notices.append(
-            f"{config.mtp_layers} MTP layer(s) are left out: {ARCHITECTURES[table.name]} has none in llama.cpp; outputs don't change"
+            f"{config.mtp_layers} MTP layer(s) are left out: {architecture} has none in llama.cpp; outputs don't change"
         )
     return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=notices)
 
@@ -125,140 +119,26 @@ def _natives(config: ModelConfig) -> list[NativeTensor]:
     return [native for native in found if native.copy is None]
 
 
-def _sizes(config: ModelConfig, architecture: str, file_type: int) -> dict[str, Value]:
-    """What llama.cpp builds the model by."""
-    _require_expressible(config)
-    attention, is_llama, is_latent = config.attention, architecture == "llama", architecture == _LATENT
-    own_heads = not is_latent and "head_dim" in (config.hf or {}) and (config.hf or {})["head_dim"] is not None
-    epsilon = "layer_norm_epsilon" if config.norm.kind == "LayerNorm" else "layer_norm_rms_epsilon"
+def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Collection[str]) -> None:
+    """Raises NotExpressible, naming it, for what llama.cpp would build otherwise: what is read back from the metadata differs."""
+    said = {name: value.value for name, value in values.items()}
+    if divisors(config):  # which say by how much positions are scaled, in the place of metadata
+        config = changed(config, {"positions.scaling": None})
+        said = {name: value for name, value in said.items() if ".rope.scaling." not in name}
+    raw = config_of(said, [name for name in names if name not in DIVISORS], config.vocab, "--saver gguf")
+    back = family_of_hf(raw, "--saver gguf").read_hf(raw)
+    where = f"llama.cpp's {ARCHITECTURES[config.family]}"
+    require_kept(_comparable(config), _comparable(back), where, but=(*NOT_COMPUTED, "mtp_layers"))
+
+
+def _comparable(config: ModelConfig) -> ModelConfig:
+    """With numbers as float32 keeps them, and without what has no effect: windows beyond all positions, groups all of which are taken."""
+    found = {name: shortest(value) for name, value in fields_of(config).items() if isinstance(value, float)}
+    windows = [
+        None if layer.window is not None and layer.window >= config.max_positions else layer.window
+        for layer in config.layers
+    ]
     experts = config.experts
-    sizes: dict[str, Value] = {
-        "block_count": Value("u32", config.layer_count),
-        "context_length": Value("u32", config.max_positions),
-        "embedding_length": Value("u32", config.hidden),
-        "feed_forward_length": Value("u32", config.mlp.ffn),
-        "attention.head_count": Value("u32", attention.heads),
-        f"attention.{epsilon}": Value("f32", config.norm.epsilon),
-    }
-    if architecture != "gpt2":
-        sizes["attention.head_count_kv"] = Value("u32", attention.kv_heads)
-    if architecture not in ("gpt2", "gemma"):
-        sizes["rope.freq_base"] = Value("f32", config.positions.theta)
-    if own_heads:
-        sizes["attention.key_length"] = sizes["attention.value_length"] = Value("u32", attention.head_dim)
-    if is_llama:
-        sizes |= {"vocab_size": Value("u32", config.vocab), "rope.dimension_count": Value("u32", attention.head_dim)}
-    if experts.count:
-        sizes |= {"expert_count": Value("u32", experts.count), "expert_used_count": Value("u32", experts.per_token)}
-        if not is_llama:
-            sizes["expert_feed_forward_length"] = Value("u32", experts.ffn)
-    if is_latent:
-        sizes |= _latent_sizes(config) | _yarn(config)
-    general = {
-        "general.architecture": Value("string", architecture),
-        "general.type": Value("string", "model"),
-        "general.file_type": Value("u32", file_type),
-        "general.quantization_version": Value("u32", 2),
-    }
-    return general | {f"{architecture}.{name}": value for name, value in sizes.items()}
-
-
-def _latent_sizes(config: ModelConfig) -> dict[str, Value]:
-    """Of deepseek2, which computes latent attention with one key and value for all heads: the latent vector and what rotates.
-
-    How experts are chosen is what the family does, whatever its config.json leaves out: without a word llama.cpp takes softmax.
-    """
-    attention, latent, experts = config.attention, config.latent, config.experts
-    sizes = {
-        "vocab_size": Value("u32", config.vocab),
-        "attention.head_count_kv": Value("u32", 1),
-        "attention.kv_lora_rank": Value("u32", latent.kv_rank),
-        "attention.key_length": Value("u32", latent.kv_rank + latent.rope_dim),
-        "attention.value_length": Value("u32", latent.kv_rank),
-        "attention.key_length_mla": Value("u32", attention.head_dim),
-        "attention.value_length_mla": Value("u32", latent.v_dim),
-        "rope.dimension_count": Value("u32", latent.rope_dim),
-        "leading_dense_block_count": Value("u32", min(config.layers_with("moe"))),
-        "expert_shared_count": Value("u32", experts.shared_ffn // experts.ffn),
-        "expert_weights_scale": Value("f32", experts.scale or 1.0),
-        "expert_weights_norm": Value("bool", experts.renormalize),
-        "expert_gating_func": Value("u32", _SCORES[experts.score]),
-    }
-    if latent.q_rank:
-        sizes["attention.q_lora_rank"] = Value("u32", latent.q_rank)
-    if experts.groups:
-        sizes["expert_group_count"] = Value("u32", experts.groups)
-        sizes["expert_group_used_count"] = Value("u32", experts.group_topk)
-    return sizes
-
-
-def _yarn(config: ModelConfig) -> dict[str, Value]:
-    """Of deepseek2, which takes mscale for mscale_all_dim, stored as a tenth. Raises NotExpressible where they differ."""
-    scaling = {name: value for name, value in (config.positions.scaling or {}).items() if value is not None}
-    if not scaling:
-        return {}
-    mscale = scaling.get("mscale")
-    truncated = scaling.pop("truncate", True)
-    if (
-        not mscale
-        or mscale != scaling.get("mscale_all_dim")
-        or not truncated
-        or scaling.keys() - _YARN
-        or _ORIGINAL not in scaling
-    ):
-        raise NotExpressible(
-            f"--saver gguf: rope scaling {dict(scaling)} is not supported for {config.family}: llama.cpp has yarn with one number for "
-            "mscale and mscale_all_dim"
-        )
-    return {
-        "rope.scaling.type": Value("string", "yarn"),
-        "rope.scaling.factor": Value("f32", scaling["factor"]),
-        "rope.scaling.original_context_length": Value("u32", scaling[_ORIGINAL]),
-        "rope.scaling.yarn_beta_fast": Value("f32", scaling.get("beta_fast", 32.0)),
-        "rope.scaling.yarn_beta_slow": Value("f32", scaling.get("beta_slow", 1.0)),
-        "rope.scaling.yarn_log_multiplier": Value("f32", 0.1 * mscale),
-    }
-
-
-def _require_expressible(config: ModelConfig) -> None:
-    scaling, is_latent = config.positions.scaling, ARCHITECTURES[config.family] == _LATENT
-    usable = "yarn" if is_latent else "llama3"
-    if scaling is not None and scaling.get("rope_type") != usable:
-        raise NotExpressible(
-            f"--saver gguf: rope scaling {scaling.get('rope_type')!r} is not supported; only {usable} is"
-        )
-    if config.window is not None and config.window < config.max_positions:
-        raise NotExpressible(f"--saver gguf: a window of {config.window:,} positions is not supported")
-    if is_latent:
-        _require_latent_expressible(config)
-    elif config.experts.count and (not config.experts.renormalize or config.has("dense", 0)):
-        raise NotExpressible(
-            "--saver gguf: this mixture of experts is not supported: every layer has one, whose weights sum up to 1"
-        )
-
-
-def _require_latent_expressible(config: ModelConfig) -> None:
-    """deepseek2 has dense layers before all others, and shared experts as wide as routed ones."""
-    layers, experts = config.layers_with("moe"), config.experts
-    if not layers or min(layers) + len(layers) != config.layer_count or experts.shared_ffn % experts.ffn:
-        raise NotExpressible(
-            "--saver gguf: this mixture of experts is not supported: from some layer on every one has experts, shared ones as wide as "
-            "the others"
-        )
-
-
-def _rope_divisors(config: ModelConfig) -> bytes | None:
-    """By how much llama3's scaling slows each frequency down, in float32 as its arithmetic; None where positions aren't scaled so."""
-    scaling = config.positions.scaling or {}
-    if scaling.get("rope_type") != "llama3":
-        return None
-    one, dim = np.float32(1), config.attention.head_dim
-    factor, old, low, high = (
-        np.float32(scaling[key])
-        for key in ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
-    frequencies = one / np.float32(config.positions.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
-    lengths = np.float32(2 * pi) / frequencies
-    smooth = (old / lengths - low) / (high - low)
-    between = one / ((one - smooth) / factor + smooth)
-    return np.where(lengths < old / high, one, np.where(lengths > old / low, factor, between)).tobytes()
+    groups = experts.groups if experts.groups != experts.group_topk else None
+    idle = {"experts.groups": groups, "experts.group_topk": groups and experts.group_topk}
+    return changed(config, {**found, **idle, "layers.window": one_or_each(tuple(windows))})

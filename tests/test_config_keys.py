@@ -25,7 +25,7 @@ SILENT = {
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # of generation alone
     ("t5", "decoder_start_token_id"),
-    # of a scaling of rope that is refused
+    # of longrope alone
     ("phi3", "original_max_position_embeddings"),
     # another name for num_experts, which wins where both are there
     ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("qwen3_next", "num_local_experts"),

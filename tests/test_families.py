@@ -119,7 +119,7 @@ def write_model(path: Path, family: str, naming: Naming = HF, **keys: Any) -> Pa
         "architectures": [table.architectures[0]],
         "model_type": table.model_type,
         **SIZES,
-        **CONFIG_KEYS[family],
+        **CONFIG_KEYS.get(family, {}),
         **keys,
     }
     config = table.read_hf(raw)

@@ -189,6 +189,12 @@ VARIANTS = {
         {"sliding_window": WINDOW, "original_max_position_embeddings": 96},
         {"no window": {"sliding_window": None}},
     ),
+    "phi3, part of each head": Variant(
+        "phi3",
+        {"original_max_position_embeddings": 96, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        QUICK,
+    ),
     "gemma": Variant("gemma", {"head_dim": 12, "rms_norm_eps": 1e-3}, {"untied": {"tie_word_embeddings": False}}, FEW),
     "exaone4": Variant(
         "exaone4",

@@ -6,7 +6,8 @@ Source: sentencepiece_model.proto.
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,24 @@ from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
+_ADDED_SCORE = -1000.0
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PRE = {(_LLAMA3,): "llama-bpe", (_LLAMA3.replace("{1,3}", ""),): "qwen2", (): "gpt-2"}
+_O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+PATTERNS = {
+    (_LLAMA3,): "llama-bpe", (_LLAMA3.replace("{1,3}", ""),): "qwen2", (): "gpt-2", (_O200K,): "gpt-4o", _DEEPSEEK: "deepseek-v3",
+}  # fmt: skip
 """Regular expressions that a tokenizer splits text by -> llama.cpp's name for it."""
 _PREFIX = "tokenizer.ggml."
 
@@ -32,18 +49,21 @@ def tokenizer_values(files: Mapping[str, Path], config: ModelConfig, extra: Mapp
     if "tokenizer.model" in files:
         path = files["tokenizer.model"]
         with well_formed(str(path)):
-            found = _sentencepiece(read_small(path, SIDECAR_BYTES), config)
+            found = _sentencepiece(read_small(path, SIDECAR_BYTES), _added(files, settings), config)
         named: Mapping[str, int] = {}
     elif "tokenizer.json" in files:
         path = files["tokenizer.json"]
         with well_formed(str(path)):
-            found, named = _byte_level(read_json(path, SIDECAR_BYTES), config, extra, str(path))
+            raw = read_json(path, SIDECAR_BYTES)
+            found, named = _byte_level(raw, config, extra, str(path))
+            found |= _added_around(raw, found["pre"].value)
     else:
         _refuse_ranks(files)
         raise UsageError(
             "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
             "--option tokenizer=none leaves the tokenizer out"
         )
+    _require_distinct(found["tokens"].value, str(path))
     with well_formed("tokenizer_config.json"):
         found |= _ids(settings, named, config)
         found |= {
@@ -57,7 +77,44 @@ def tokenizer_values(files: Mapping[str, Path], config: ModelConfig, extra: Mapp
     if "chat_template.jinja" in files:
         template = read_small(files["chat_template.jinja"], SIDECAR_BYTES).decode(errors="replace")
     chat = {"tokenizer.chat_template": Value("string", template)} if isinstance(template, str) else {}
-    return {_PREFIX + name: value for name, value in found.items()} | chat
+    named_as = {"general.name": Value("string", "Phi-3")} if _strips_as_phi3(found, files, settings, config) else {}
+    return named_as | {_PREFIX + name: value for name, value in found.items()} | chat
+
+
+def _require_distinct(tokens: Sequence[str], where: str) -> None:
+    """Raises NotExpressible for a token that is there twice: llama.cpp ends its process over one."""
+    twice = next((token for token, count in Counter(tokens).items() if count > 1), None)
+    if twice is not None:
+        raise NotExpressible(
+            f"{where}: two tokens are {twice!r}; llama.cpp has each once; leave the tokenizer out with --option tokenizer=none"
+        )
+
+
+_PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
+
+
+def _strips_as_phi3(
+    found: Mapping[str, Value], files: Mapping[str, Path], settings: Mapping[str, Any], config: ModelConfig
+) -> bool:
+    """Whether white space behind special tokens belongs to them, which llama.cpp knows by the name of Phi-3 alone.
+
+    Of a model so named it wants four tokens, and doesn't load a vocabulary without them.
+    """
+    strips = any(token.get("rstrip") for token in _added(files, settings).values())
+    return config.family == "phi3" and strips and set(found["tokens"].value) >= _PHI3_TOKENS
+
+
+def _added(files: Mapping[str, Path], settings: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Number -> content, special, rstrip ... of the tokens that are beside a tokenizer.model."""
+    if "tokenizer.json" in files:
+        listed = read_json(files["tokenizer.json"], SIDECAR_BYTES).get("added_tokens") or ()
+        return {token["id"]: token for token in listed}
+    if decoder := settings.get("added_tokens_decoder"):
+        return {int(number): token for number, token in decoder.items()}
+    if "added_tokens.json" in files:
+        plain = read_json(files["added_tokens.json"], CONFIG_BYTES)
+        return {number: {"content": text} for text, number in plain.items()}
+    return {}
 
 
 def _ids(settings: Mapping[str, Any], named: Mapping[str, int], config: ModelConfig) -> dict[str, Value]:
@@ -74,10 +131,14 @@ def _ids(settings: Mapping[str, Any], named: Mapping[str, int], config: ModelCon
     return found
 
 
-def _sentencepiece(content: bytes, config: ModelConfig) -> dict[str, Value]:
+def _sentencepiece(content: bytes, added: Mapping[int, Mapping[str, Any]], config: ModelConfig) -> dict[str, Value]:
+    """added: tokens beside those of the model. Those that the embedding has no row for are left out."""
     pieces = [_piece(value) for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
     _require_room(len(pieces), config)
     pieces += [(f"[PAD{index}]", -1000.0, _UNUSED) for index in range(len(pieces), config.vocab)]
+    for number, token in added.items():
+        if number < config.vocab and (token["content"] != pieces[number][0] or pieces[number][2] == _NORMAL):
+            pieces[number] = (token["content"], _ADDED_SCORE, _CONTROL if token.get("special") else _USER)
     tokens, scores, types = (list(column) for column in zip(*pieces, strict=True))
     return {
         "model": Value("string", "llama"), "pre": Value("string", "default"), "tokens": Value("string", tokens),
@@ -158,15 +219,28 @@ def _byte_level(
     return found, ids
 
 
+def _added_around(raw: Mapping[str, Any], pre: str) -> dict[str, Value]:
+    """Whether a text begins and ends with tokens of its own, where llama.cpp takes it otherwise: by its name Llama 3 begins with one."""
+    found = raw.get("post_processor") or {}
+    steps = found.get("processors", [found])
+    single: Sequence[Mapping[str, Any]] = next(
+        (step["single"] for step in steps if step.get("type") == "TemplateProcessing"), []
+    )
+    begins, ends = ("SpecialToken" in (single[at] if single else {}) for at in (0, -1))
+    bos = {"add_bos_token": Value("bool", begins)} if begins or pre == "llama-bpe" else {}
+    return bos | ({"add_eos_token": Value("bool", True)} if ends else {})
+
+
 def _pre(raw: Any, where: str) -> str:
     steps = raw.get("pretokenizers", [raw]) if isinstance(raw, dict) else []
-    patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split")
-    if patterns not in _PRE or not any(step.get("type") == "ByteLevel" for step in steps):
+    given = (step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split")
+    patterns = tuple(pattern.replace("\r", r"\r").replace("\n", r"\n") for pattern in given)  # as such, or escaped
+    if patterns not in PATTERNS or not any(step.get("type") == "ByteLevel" for step in steps):
         raise NotExpressible(
             f"{where}: splits text in a way that has no known name in llama.cpp; give it with --option tokenizer_pre=NAME "
-            f"(known: {', '.join(_PRE.values())}): {json.dumps(patterns)[:200]}"
+            f"(known: {', '.join(PATTERNS.values())}): {json.dumps(patterns)[:200]}"
         )
-    return _PRE[patterns]
+    return PATTERNS[patterns]
 
 
 def _require_room(tokens: int, config: ModelConfig) -> None:

@@ -101,16 +101,16 @@ def _write_latent(config: ModelConfig) -> Raw:
 
 LATENT_HEADS = latent_heads(kv_rank=512, q_rank=1536, rope=64, nope=128, v=128)
 """Of V2 as of V3."""
-_LATENT_EPSILON = 1e-6
+LATENT_EPSILON = 1e-6
 """What transformers' classes give the norms of latent vectors, whatever rms_norm_eps says of the others."""
 
 
 def one_epsilon(config: ModelConfig) -> tuple[str, ...]:
     """The notice of a model whose norms have two epsilons in transformers (Moonlight, GLM-4.7-Flash)."""
-    if config.norm.epsilon == _LATENT_EPSILON:
+    if config.norm.epsilon == LATENT_EPSILON:
         return ()
     return (
-        f"the norms of the latent vectors (kv_a_layernorm, q_a_layernorm) have epsilon {_LATENT_EPSILON:g} in transformers and "
+        f"the norms of the latent vectors (kv_a_layernorm, q_a_layernorm) have epsilon {LATENT_EPSILON:g} in transformers and "
         f"{config.norm.epsilon:g}, that of all other norms, in Megatron, which has one for all: the weights are the same, "
         "logits differ slightly (by some 1e-4 at an epsilon of 1e-05)",
     )

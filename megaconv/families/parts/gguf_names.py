@@ -12,11 +12,18 @@ from megaconv.model.table import Fused, PerHead, RotaryPairs, Row, Spelling, Sta
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "gemma": "gemma", "gpt2": "gpt2",
     "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3", "olmo2": "olmo2",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
 """Our families -> llama.cpp's architectures. What is checked against llama.cpp's own converter, DeepSeek's against its rules, no more."""
 ROUTER_BIAS = "exp_probs_b.bias"
 """How the name of what takes part in the choice of experts ends."""
+
+DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""What frequencies of positions are divided by: of no model's tensors."""
+
+SHARED_HEADS = ("gpt2", "phi3", "olmo2", "qwen2moe")
+"""Architectures whose heads share the hidden size out, whatever the metadata say."""
 
 _L = "blk.{l}."
 _NAMES: dict[str, Spelling] = {
@@ -45,6 +52,9 @@ _NAMES: dict[str, Spelling] = {
     "layers.{l}.mlp.router.bias": _L + ROUTER_BIAS,
     "layers.{l}.mlp.shared.{gate|up}.weight": _L + "ffn_{gate|up}_shexp.weight",
     "layers.{l}.mlp.shared.down.weight": _L + "ffn_down_shexp.weight",
+    "layers.{l}.mlp.shared_gate.weight": _L + "ffn_gate_inp_shexp.weight",
+    "layers.{l}.attn_output_norm.weight": _L + "post_attention_norm.weight",
+    "layers.{l}.mlp_output_norm.weight": _L + "post_ffw_norm.weight",
     "layers.{l}.attn.q.weight": _L + "attn_q.weight",
     "layers.{l}.attn.q_down.weight": _L + "attn_q_a.weight",
     "layers.{l}.attn.q_latent_norm.weight": _L + "attn_q_a_norm.weight",
@@ -65,10 +75,19 @@ _PAIRED: dict[str, Spelling] = {
 _GPT2: dict[str, Spelling] = {
     f"layers.{{l}}.attn.{{q|k|v}}.{what}": Fused(_L + "attn_qkv." + what) for what in ("weight", "bias")
 }
+_PHI3: dict[str, Spelling] = {
+    "layers.{l}.attn.{q|k|v}.weight": Fused(_L + "attn_qkv.weight"),
+    "layers.{l}.mlp.{gate|up}.weight": Fused(_L + "ffn_up.weight"),
+}
+_OWN = {"llama": _PAIRED, "gpt2": _GPT2, "phi3": _PHI3}
+
+
+def full_every(family: str) -> int:
+    """Of how many layers one has no window, where llama.cpp is told nothing else."""
+    return 2 if family == "gemma2" else 6
 
 
 def gguf_rows(family: Family) -> tuple[Row, ...]:
     """A family's table with the names that GGUF has for its tensors; rows that it has none for stay without."""
-    own = {"llama": _PAIRED, "gpt2": _GPT2}.get(ARCHITECTURES[family.name], {})
-    names = {**_NAMES, **own}
+    names = {**_NAMES, **_OWN.get(ARCHITECTURES[family.name], {})}
     return tuple(row.renamed(gguf=names[row.canonical]) if row.canonical in names else row for row in family.rows)

@@ -1,0 +1,275 @@
+"""What GGUF's metadata say of a model: the sizes and rules that llama.cpp builds it by. gguf_config.py reads them.
+
+    llama.embedding_length 4096         hidden
+    llama.attention.head_count_kv 8     attention.kv_heads
+
+What an architecture of llama.cpp computes without a key for it (an activation, which layers have experts) isn't looked at here: the
+saver reads back what it wrote, and a model that came back otherwise is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from math import log, pi, sqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from formats.gguf import Value
+from megaconv.errors import NotExpressible
+from megaconv.families.deepseek_v3 import LATENT_EPSILON
+from megaconv.families.parts.gguf_names import ARCHITECTURES, SHARED_HEADS, full_every
+from megaconv.model.config import ModelConfig
+
+Metadata = dict[str, Value]
+_Scaling = Mapping[str, Any]
+
+_SCORES = {"softmax": 1, "sigmoid": 2}
+"""What turns a router's logits into weights -> llama.cpp's number of it."""
+_ORIGINAL, _CONTEXT = "original_max_position_embeddings", "original_context_length"
+_LITE_LAYERS = (26, 27)
+"""deepseek2 models of so many layers have no latent vector of queries, whatever their metadata say."""
+
+
+def metadata(config: ModelConfig, file_type: int) -> Metadata:
+    """Key -> value. file_type: GGUF's number of what most matrices are stored as. Raises NotExpressible, naming it, for what has no key."""
+    architecture = ARCHITECTURES[config.family]
+    sizes = _sizes(config, architecture) | _experts(config, architecture) | _scaling(config)
+    own = _OWN.get(architecture)
+    sizes |= own(config) if own else {}
+    general = {
+        "general.architecture": Value("string", architecture),
+        "general.type": Value("string", "model"),
+        "general.file_type": Value("u32", file_type),
+        "general.quantization_version": Value("u32", 2),
+    }
+    return general | {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+def notices(config: ModelConfig) -> tuple[str, ...]:
+    """What llama.cpp computes otherwise than transformers, though the file says it."""
+    found = []
+    if config.latent.kv_rank and config.norm.epsilon != LATENT_EPSILON:
+        found.append(
+            f"the norms of the latent vectors have epsilon {LATENT_EPSILON:g} in transformers and {config.norm.epsilon:g}, that of all "
+            "other norms, in llama.cpp: logits differ slightly"
+        )
+    if config.family == "phi3" and config.window is not None and config.window < config.max_positions:
+        found.append(
+            f"llama.cpp leaves out Phi-3's window of {config.window:,} positions: it attends to all, and differs beyond that many"
+        )
+    if (config.positions.scaling or {}).get("rope_type") == "longrope":
+        found.append(
+            "llama.cpp takes longrope's long_factor for every text where its context is longer than original_max_position_embeddings, "
+            "transformers for texts that are"
+        )
+    return tuple(found)
+
+
+def _sizes(config: ModelConfig, architecture: str) -> Metadata:
+    attention = config.attention
+    epsilon = "layer_norm_epsilon" if config.norm.kind == "LayerNorm" else "layer_norm_rms_epsilon"
+    sizes = {
+        "block_count": Value("u32", config.layer_count),
+        "context_length": Value("u32", config.max_positions),
+        "embedding_length": Value("u32", config.hidden),
+        "feed_forward_length": Value("u32", config.mlp.ffn),
+        "attention.head_count": Value("u32", attention.heads),
+        f"attention.{epsilon}": Value("f32", config.norm.epsilon),
+    }
+    if architecture != "gpt2":
+        sizes["attention.head_count_kv"] = Value("u32", attention.kv_heads)
+    if architecture != "gpt2" and (architecture != "gemma" or config.positions.theta != 10000.0):
+        sizes["rope.freq_base"] = Value("f32", config.positions.theta)
+    given = (config.hf or {}).get("head_dim") is not None or attention.heads * attention.head_dim != config.hidden
+    if given and architecture not in (*SHARED_HEADS, "deepseek2"):
+        sizes["attention.key_length"] = sizes["attention.value_length"] = Value("u32", attention.head_dim)
+    if architecture == "llama":
+        sizes |= {"vocab_size": Value("u32", config.vocab), "rope.dimension_count": Value("u32", attention.head_dim)}
+    return sizes
+
+
+def _experts(config: ModelConfig, architecture: str) -> Metadata:
+    experts = config.experts
+    if not experts.count:
+        return {}
+    found = {"expert_count": Value("u32", experts.count), "expert_used_count": Value("u32", experts.per_token)}
+    return found if architecture == "llama" else found | {"expert_feed_forward_length": Value("u32", experts.ffn)}
+
+
+def _latent(config: ModelConfig) -> Metadata:
+    """Of deepseek2, which computes latent attention with one key and value for all heads: the latent vector and what rotates.
+
+    How experts are chosen is what the family does, whatever its config.json leaves out: without a word llama.cpp takes softmax.
+    """
+    _require_latent_expressible(config)
+    attention, latent, experts = config.attention, config.latent, config.experts
+    sizes = {
+        "vocab_size": Value("u32", config.vocab),
+        "attention.head_count_kv": Value("u32", 1),
+        "attention.kv_lora_rank": Value("u32", latent.kv_rank),
+        "attention.key_length": Value("u32", latent.kv_rank + latent.rope_dim),
+        "attention.value_length": Value("u32", latent.kv_rank),
+        "attention.key_length_mla": Value("u32", attention.head_dim),
+        "attention.value_length_mla": Value("u32", latent.v_dim),
+        "rope.dimension_count": Value("u32", latent.rope_dim),
+        "leading_dense_block_count": Value("u32", min(config.layers_with("moe"))),
+        "expert_shared_count": Value("u32", experts.shared_ffn // experts.ffn),
+        "expert_weights_scale": Value("f32", experts.scale or 1.0),
+        "expert_weights_norm": Value("bool", experts.renormalize),
+        "expert_gating_func": Value("u32", _SCORES[experts.score]),
+    }
+    # llama.cpp asks for it in all models but those of its lite layers' number, and takes 0 for none.
+    if latent.q_rank or config.layer_count not in _LITE_LAYERS:
+        sizes["attention.q_lora_rank"] = Value("u32", latent.q_rank)
+    if experts.groups and experts.groups != experts.group_topk:
+        sizes["expert_group_count"] = Value("u32", experts.groups)
+        sizes["expert_group_used_count"] = Value("u32", experts.group_topk)
+    return sizes
+
+
+def _require_latent_expressible(config: ModelConfig) -> None:
+    layers, experts = config.layers_with("moe"), config.experts
+    if not layers or min(layers) + len(layers) != config.layer_count or experts.shared_ffn % experts.ffn:
+        raise NotExpressible(
+            "--saver gguf: this mixture of experts is not supported: from some layer on every one has experts, shared ones as wide as "
+            "the others"
+        )
+    if config.latent.q_rank and config.layer_count in _LITE_LAYERS:
+        raise NotExpressible(
+            f"--saver gguf: the model has {config.layer_count} layers and queries of a latent vector (q_lora_rank "
+            f"{config.latent.q_rank}); llama.cpp takes deepseek2 models of {' or '.join(map(str, _LITE_LAYERS))} layers for V2 Lite, "
+            "which has none"
+        )
+
+
+# Positions.
+
+
+def _scaling(config: ModelConfig) -> Metadata:
+    write = {"linear": _linear, "yarn": _yarn, "longrope": _longrope}.get(_kind_of_scaling(config) or "")
+    scaling = {name: value for name, value in (config.positions.scaling or {}).items() if value is not None}
+    return {f"rope.scaling.{name}": value for name, value in write(config, scaling).items()} if write else {}
+
+
+def _kind_of_scaling(config: ModelConfig) -> str | None:
+    """Raises NotExpressible for one that llama.cpp's architecture doesn't compute."""
+    kind, architecture = (config.positions.scaling or {}).get("rope_type"), ARCHITECTURES[config.family]
+    if kind is not None and architecture not in _SCALED.get(kind, ()):
+        usable = [each for each, architectures in _SCALED.items() if architecture in architectures]
+        raise NotExpressible(
+            f"--saver gguf: rope scaling {kind!r} is not supported for {config.family}; supported: {', '.join(usable) or 'none'}"
+        )
+    return kind
+
+
+def _linear(config: ModelConfig, scaling: _Scaling) -> Metadata:
+    return {"type": Value("string", "linear"), "factor": Value("f32", scaling["factor"])}
+
+
+_YARN = {"rope_type", "factor", _ORIGINAL, "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
+
+
+def _yarn(config: ModelConfig, scaling: _Scaling) -> Metadata:
+    """Of deepseek2 with one number for mscale and mscale_all_dim, stored as a tenth; of others without either.
+
+    There are keys for the betas, which llama.cpp reads for none of these architectures.
+    """
+    is_latent, mscale = bool(config.latent.kv_rank), scaling.get("mscale") or None
+    betas = (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
+    usable = bool(mscale) == is_latent and mscale == (scaling.get("mscale_all_dim") or None) and betas == (32, 1)
+    if not usable or not scaling.get("truncate", True) or scaling.keys() - _YARN or _ORIGINAL not in scaling:
+        factor = (
+            "one number for mscale and mscale_all_dim"
+            if is_latent
+            else "the attention factor that follows from its factor"
+        )
+        raise NotExpressible(
+            f"--saver gguf: rope scaling {dict(scaling)} is not supported for {config.family}: llama.cpp has yarn with {factor}, "
+            f"{_ORIGINAL}, beta_fast 32, beta_slow 1 and a range of whole dimensions"
+        )
+    found = {
+        "type": Value("string", "yarn"),
+        "factor": Value("f32", scaling["factor"]),
+        _CONTEXT: Value("u32", scaling[_ORIGINAL]),
+    }
+    return found | ({"yarn_log_multiplier": Value("f32", 0.1 * mscale)} if mscale else {})
+
+
+def _longrope(config: ModelConfig, scaling: _Scaling) -> Metadata:
+    """Of phi3. What each frequency is divided by are tensors."""
+    original = scaling[_ORIGINAL]
+    factor = scaling.get("factor") or config.max_positions / original
+    usual = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
+    return {
+        _CONTEXT: Value("u32", original),
+        "attn_factor": Value("f32", scaling.get("attention_factor") or usual),
+    }
+
+
+def divisors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:
+    """Names of tensors -> what each frequency is divided by: [rotating elements / 2]; none where metadata alone scale positions.
+
+    Raises NotExpressible, as metadata does.
+    """
+    kind, scaling = _kind_of_scaling(config), config.positions.scaling or {}
+    if kind == "llama3":
+        return {"rope_freqs.weight": _llama3_divisors(config, scaling)}
+    if kind == "longrope":
+        return {
+            f"rope_factors_{each}.weight": np.array(scaling[f"{each}_factor"], np.float32) for each in ("long", "short")
+        }
+    return {}
+
+
+def _llama3_divisors(config: ModelConfig, scaling: _Scaling) -> npt.NDArray[np.float32]:
+    """In float32, as its arithmetic."""
+    one, dim = np.float32(1), config.attention.head_dim
+    factor, old, low, high = (
+        np.float32(scaling[key]) for key in ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor")
+    )
+    frequencies = one / np.float32(config.positions.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    lengths = np.float32(2 * pi) / frequencies
+    smooth = (old / lengths - low) / (high - low)
+    between = one / ((one - smooth) / factor + smooth)
+    found: npt.NDArray[np.float32] = np.where(lengths < old / high, one, np.where(lengths > old / low, factor, between))
+    return found
+
+
+# What further architectures say.
+
+
+def _phi3(config: ModelConfig) -> Metadata:
+    rotating = int(config.attention.head_dim * config.positions.rotary_percent)
+    found = {
+        "rope.dimension_count": Value("u32", rotating),
+        "attention.sliding_window": Value("u32", config.window or 0),
+    }
+    original = {} if config.positions.scaling else {f"rope.scaling.{_CONTEXT}": Value("u32", config.max_positions)}
+    return found | original
+
+
+def _qwen2_moe(config: ModelConfig) -> Metadata:
+    return {"expert_shared_feed_forward_length": Value("u32", config.experts.shared_ffn)}
+
+
+def _gemma2(config: ModelConfig) -> Metadata:
+    """Of Gemma 2 and 3. The pattern is told where it is another one than llama.cpp takes."""
+    windowed = [layer.window is not None for layer in config.layers]
+    every = full_every(config.family)
+    found: Metadata = {}
+    if config.window is not None:
+        found["attention.sliding_window"] = Value("u32", config.window)
+    if windowed != [bool((layer + 1) % every) for layer in range(config.layer_count)] and any(windowed):
+        found["attention.sliding_window_pattern"] = Value("bool", windowed)
+    if config.positions.local_theta is not None:
+        found["rope.freq_base_swa"] = Value("f32", config.positions.local_theta)
+    caps = {"attn_logit_softcapping": config.attention.score_cap, "final_logit_softcapping": config.head.logit_cap}
+    return found | {name: Value("f32", cap) for name, cap in caps.items() if cap is not None}
+
+
+_OWN: Mapping[str, Callable[[ModelConfig], Metadata]] = {
+    "deepseek2": _latent, "phi3": _phi3, "qwen2moe": _qwen2_moe, "gemma2": _gemma2, "gemma3": _gemma2,
+}  # fmt: skip
+_ROPE = ("llama", "qwen2", "qwen3", "qwen3moe")
+_SCALED = {"llama3": ("llama",), "linear": (*_ROPE, "gemma3"), "yarn": (*_ROPE, "deepseek2"), "longrope": ("phi3",)}
+"""Kind of rope scaling -> architectures that llama.cpp computes it for."""
