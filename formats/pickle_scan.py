@@ -1,30 +1,38 @@
 """Every name that the pickles of a file ask for, judged; nothing is made of them, and nothing is called.
 
-What is looked into: torch files of any age, `.distcp` files by their `.metadata`, plain pickles, one after another.
+What is looked into: torch files of any age, `.distcp` files by their `.metadata`, plain pickles of every protocol, one after
+another, numpy's arrays of Python objects, and zip archives of all these, compressed ones too.
 """
 
+import re
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
 from os import fdopen
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from formats import torch_legacy
 from formats.ceilings import PICKLE_BYTES
+from formats.errors import CorruptCheckpoint
 from formats.pickle_globals import MalformedError, UnsafeCallError, called_by, is_ordinary
 from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
 from formats.pickle_run import run
 from formats.regular_files import open_regular, regular_size
-from formats.stored_zip import read_directory
+from formats.stored_zip import read_directory, window
 from formats.tensor import InputFile
 
 ZIP = b"PK\3\4"
+NUMPY = b"\x93NUMPY"
 ORDINARY, NAMED, UNSAFE = "ordinary", "named", "unsafe"
 """What checkpoints are made of; anything else that is named only; anything else that is called."""
 
 _PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
+"""What pickles begin with; those of protocols 0 and 1, which every reader takes as well, have no such mark."""
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor")}
 """What functions that rebuild arrays and tensors are given."""
 _PICKLES_OF_LEGACY = 5
@@ -109,41 +117,94 @@ def scan_file(path: Path, ranges: list[tuple[int, int]] | None = None) -> Iterat
     """
     if not regular_size(path):
         return
-    if ranges is not None:
-        file = InputFile.open(path)
-        for start, nbytes in ranges:
-            head = file.read(start, min(nbytes, 4))
-            if head == ZIP:
-                yield from _of_archive(file, start, nbytes)
-            elif head[:2] in _PROTOCOLS:
-                yield from _in_a_row(file.read(start, min(nbytes, PICKLE_BYTES)))
-        file.close()
-        return
     with fdopen(open_regular(path), "rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
-        if data[:4] == ZIP:
-            file = InputFile.open(path)
-            yield from _of_archive(file, 0, file.size)
-            file.close()
-        elif data[:2] in _PROTOCOLS:
-            yield from _in_a_row(data)
+        file = InputFile.open(path)
+        for start, nbytes in [(0, file.size)] if ranges is None else ranges:
+            if data[start : start + len(ZIP)] == ZIP:
+                yield from _of_archive(file, start, nbytes)
+            else:
+                yield from _of_content(data, start)
+        file.close()
 
 
 def _of_archive(file: InputFile, start: int, nbytes: int) -> Iterator[Pickle]:
-    for name, entry in read_directory(file, start, nbytes).items():
-        head = file.read(entry.offset, min(entry.nbytes, 2))
-        if name.endswith((".pkl", ".pickle")):
-            yield scan_pickle(file.read(entry.offset, entry.nbytes), 0, f"{name} at byte {entry.offset}")
-        elif head in _PROTOCOLS and "/data/" not in name:
-            yield scan_pickle(file.read(entry.offset, entry.nbytes), 0, name)
+    try:
+        entries = read_directory(file, start, nbytes)
+    except CorruptCheckpoint as error:
+        yield from _of_compressed(file, start, nbytes, error)
+        return
+    for name, entry in entries.items():
+        head = file.read(entry.offset, min(entry.nbytes, len(NUMPY)))
+        where = f"{name} at byte {entry.offset}" if _is_pickle(name) else name
+        if not _is_storage(name, head):
+            yield from _of_entry(name, file.read(entry.offset, min(entry.nbytes, PICKLE_BYTES)), where)
 
 
-def _in_a_row(data: mmap | bytes) -> Iterator[Pickle]:
-    legacy = data[: len(torch_legacy.MAGIC)] == torch_legacy.MAGIC
-    offset = number = 0
-    while offset < len(data) and data[offset : offset + 2] in _PROTOCOLS:
-        found = scan_pickle(data, offset, f"byte {offset}")
-        yield found
+def _of_compressed(file: InputFile, start: int, nbytes: int, fault: CorruptCheckpoint) -> Iterator[Pickle]:
+    """torch and numpy read compressed entries as they read others. Raises the fault where the archive isn't merely compressed."""
+    try:
+        with ZipFile(window(file, start, nbytes)) as archive:
+            infos = archive.infolist()
+            if not any(info.compress_type for info in infos):
+                raise fault
+            for info in infos:
+                if not _is_storage(info.filename, _inflated(archive, info, len(NUMPY))):
+                    yield from _of_entry(info.filename, _inflated(archive, info, PICKLE_BYTES), info.filename)
+    except (BadZipFile, EOFError, NotImplementedError, OSError, RuntimeError, ValueError, zlib.error):
+        raise fault from None
+
+
+def _inflated(archive: ZipFile, info: ZipInfo, nbytes: int) -> bytes:
+    with archive.open(info) as entry:
+        return entry.read(nbytes)
+
+
+def _is_storage(name: str, head: bytes) -> bool:
+    """Whether an entry holds the values of one of torch's tensors, which nobody takes for a pickle."""
+    return not head or ("/data/" in name and head != NUMPY)
+
+
+def _is_pickle(name: str) -> bool:
+    return name.endswith((".pkl", ".pickle"))
+
+
+def _of_entry(name: str, data: bytes, where: str) -> Iterator[Pickle]:
+    if _is_pickle(name):
+        yield scan_pickle(data, 0, where)
+    else:
+        yield from _of_content(data, 0, where)
+
+
+def _of_content(data: mmap | bytes, start: int = 0, where: str = "") -> Iterator[Pickle]:
+    """Of what isn't an archive: pickles in a row, or numpy's header and a pickle."""
+    if data[start : start + len(NUMPY)] == NUMPY:
+        offset = _behind_header(data, start)
+        found = scan_pickle(data, offset, where or f"byte {offset}")
+        if _cannot_be_chance(found):
+            yield found
+        return
+    legacy = data[start : start + len(torch_legacy.MAGIC)] == torch_legacy.MAGIC
+    offset, number = start, 0
+    while offset < len(data):
+        found = scan_pickle(data, offset, where or f"byte {offset}")
+        if data[offset : offset + 2] in _PROTOCOLS or _cannot_be_chance(found):
+            yield found
         number += 1
         if found.fault or found.end <= offset or (legacy and number == _PICKLES_OF_LEGACY):
             return
         offset = found.end
+
+
+def _behind_header(data: mmap | bytes, start: int) -> int:
+    """Where the values of an array in numpy's own format begin."""
+    size = 2 if data[start + 6 : start + 7] == b"\1" else 4
+    return start + 8 + size + int.from_bytes(data[start + 8 : start + 8 + size], "little")
+
+
+def _cannot_be_chance(found: Pickle) -> bool:
+    """Whether bytes that nothing marks as a pickle are one: they call something, or name something and come to an end.
+
+    Text and numbers are instructions of a pickle, too, until one of them isn't.
+    """
+    wanted = {UNSAFE} if found.fault else {UNSAFE, NAMED, ORDINARY}
+    return any(judged in wanted and _IDENTIFIER.fullmatch(name) for name, judged in found.names.items())

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from stat import S_ISLNK
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from formats.errors import CorruptCheckpoint
@@ -68,6 +68,11 @@ class _Window(io.RawIOBase):
         out[:count] = self._file.read(self._start + self._position, count)
         self._position += count
         return count
+
+
+def window(file: InputFile, start: int, nbytes: int) -> IO[bytes]:
+    """A range of a file as a file of its own."""
+    return cast(IO[bytes], _Window(file, start, nbytes))
 
 
 def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -> dict[str, ZipEntry]:

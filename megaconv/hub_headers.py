@@ -174,6 +174,7 @@ def status_of(error: Exception) -> int | None:
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _REASONS = {
     401: f"there is no such model, or it is private and the Hub doesn't know who asks (401); {_LOG_IN}",
+    404: "there is no such model, or no such branch or commit of it (404)",
     403: f"access to it is restricted (403): ask for it on the model's page and {_LOG_IN}",
 }
 

@@ -21,13 +21,16 @@ _LISTED = 5
 """Of them, those that a message names."""
 
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
 class Kind(NamedTuple):
     """One row of the table."""
 
     patterns: tuple[str, ...]
     """Names of which a directory has one at least, or that a file has."""
     step: str
-    """Follows the path; {name}: what fitted."""
+    """Follows the path; {name}: what fitted, {path}: the path."""
     incomplete: bool = False
     """Whether it is a checkpoint that can be read, but for a file that isn't there; none is where config.json is."""
 
@@ -35,8 +38,8 @@ class Kind(NamedTuple):
 DIRECTORIES = (
     Kind(
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
-        "is an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE ADAPTER`, or `megaconv convert "
-        "--load-dir BASE --adapter ADAPTER`, merges it into its base; --loader peft translates it for Megatron-Bridge",
+        "is an adapter (PEFT), not a whole model; merge it into its base: `megaconv merge BASE {path} --save-dir OUT` (--loader peft "
+        "translates it for Megatron-Bridge)",
     ),
     Kind(
         ("iter_*/adapter_config.json",),
@@ -83,9 +86,8 @@ DIRECTORIES = (
         incomplete=True,
     ),
     Kind(
-        ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
-        "has weights ({name}) and no config.json, which says what model they are; put the original's there, or give "
-        "--loader hf --config ORIGINAL",
+        _WEIGHTS,
+        "has weights ({name}) and no config.json, which says what model they are; put the original's there, or give --config ORIGINAL",
         incomplete=True,
     ),
 )
@@ -126,13 +128,23 @@ def explain(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointErro
         return None
 
 
+def refuse_mistaken(path: Path) -> None:
+    """Raises CorruptCheckpoint for a file that is a page or a pointer in the place of what its name says."""
+    instead = mistaken(_start(path))
+    if instead:
+        raise CorruptCheckpoint(f"{path}: {instead}")
+
+
+def has_bare_weights(path: Path) -> bool:
+    """Whether a directory has a model's weights, and no config.json that says which model."""
+    names = [name for name in (*_WEIGHTS, CONFIG_NAME, "adapter_config.json", "params.json") if (path / name).is_file()]
+    return bool(names) and set(names) <= set(_WEIGHTS)
+
+
 def _file(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError | None:
     for kind in FILES:
         if any(path.match(pattern) for pattern in kind.patterns):
             return UnsupportedInput(f"{path}: {kind.step}")
-    instead = mistaken(_start(path))
-    if instead:
-        return CorruptCheckpoint(f"{path}: {instead}")
     directory = next((each for each in list(path.absolute().parents)[:3] if is_checkpoint(each)), None)
     if directory is not None:
         return UnknownFormat(
@@ -161,7 +173,7 @@ def _of(kinds: tuple[Kind, ...], path: Path) -> CheckpointError | None:
         found = next((found for pattern in kind.patterns for found in islice(path.glob(pattern), 1)), None)
         if found is None:
             continue
-        what = f"{path}: {kind.step.format(name=found.relative_to(path))}"
+        what = f"{path}: {kind.step.format(name=found.relative_to(path), path=path)}"
         if not kind.incomplete:
             return UnsupportedInput(what)
         if not (path / CONFIG_NAME).is_file():

@@ -170,17 +170,17 @@ _LEAST_BYTES = 4096
 """Less is a number whose unit was forgotten."""
 
 
-def byte_size(text: str | int) -> int:
-    """256MiB, 5GB, 1000000 -> bytes; a number is one of bytes. Raises UsageError."""
+def byte_size(text: str | int, option: str = "") -> int:
+    """256MiB, 5GB, 1000000 -> bytes; a number is one of bytes. option: whose value it is. Raises UsageError."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS or not float(match[1]):
-        raise UsageError(f"{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
+        raise UsageError(f"{option}{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB")
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < _LEAST_BYTES:
         raise UsageError(
-            f"{text!r} is {size} bytes, expected {_LEAST_BYTES} bytes or more; write a number with a unit, such as 256MiB or 5GB"
+            f"{option}{text!r} is {size} bytes, expected {_LEAST_BYTES:,} or more; write a number with a unit, such as 256MiB or 5GB"
         )
     return size
 

@@ -13,7 +13,7 @@ from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import Place, nothing_at, scheme_of
 from megaconv.model.ir import Header, Source
-from megaconv.next_steps import explain
+from megaconv.next_steps import explain, has_bare_weights, refuse_mistaken
 from megaconv.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
@@ -111,13 +111,16 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     )
 
 
-def choose(place: Place, name: str | None) -> tuple[str, Loader]:
-    """(name, loader) for an input: the one of this name, or else the one that recognises it. Raises UsageError, and
-    what `detect` raises."""
+def choose(place: Place, name: str | None, config: Path | None = None) -> tuple[str, Loader]:
+    """(name, loader) for an input: the one of this name, or else the one that recognises it. config: what describes the
+    model in the input's stead. Raises UsageError, and what `detect` raises."""
     if isinstance(place, Path) and not place.exists():
         raise nothing_at(place)
+    if isinstance(place, Path) and place.is_file():
+        refuse_mistaken(place)
     if name is None:
-        return detect(place)
+        bare = config is not None and isinstance(place, Path) and has_bare_weights(place)
+        return ("hf", loader("hf")) if bare else detect(place)
     found = loader(name)
     if isinstance(place, str) and scheme_of(place) not in schemes(found):
         raise UsageError(f"{place}: the loader {name} takes {_places(found)}")

@@ -54,6 +54,17 @@ def test_a_bin_file_is_listed(tmp_path: Path, format: str) -> None:  # noqa: A00
     assert_tensors(inspected(model / "pytorch_model.bin"), weights)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.gguf"])
+def test_of_a_single_damaged_file_its_own_fault_is_told_not_what_lies_beside(name: str, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model", layers=1)
+    (tmp_path / "other.nemo").touch()
+    for path in (tmp_path / name, tmp_path / "model" / f"empty-{name}"):
+        path.touch()
+        outcome = run("inspect", path)
+        assert_refused(outcome, 3, f"{path}: ")
+        assert "give" not in outcome.err
+
+
 def test_tensors_nested_in_a_pth_file_have_the_keys_on_the_way_to_them(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.zeros(2, 3)}, "steps": [torch.zeros(4)], "epoch": 3}, tmp_path / "x.pth")
     assert_tensors(inspected(tmp_path / "x.pth"), {"model.a": torch.zeros(2, 3), "steps.0": torch.zeros(4)})

@@ -81,11 +81,14 @@ def test_the_flags_of_a_real_checkpoint_are_those_of_the_run_that_saved_it(name:
     assert -(-(args.vocab_size + 1) // multiple) * multiple == known["padded_vocab"]
 
 
-def test_a_tokenizer_beside_the_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_beside_the_checkpoint_is_named_wherever_the_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_llama(tmp_path / "a model", layers=2)
     (model / "tokenizer.json").write_text("{}")
     run("convert", "--load-dir", model, "--saver", "core", "--save-dir", tmp_path / "my ckpt")
-    outcome = run("inspect", tmp_path / "my ckpt", "--megatron-args")
+    monkeypatch.chdir(tmp_path)
+    outcome = run("inspect", "my ckpt", "--megatron-args")
     words = [word for line in outcome.out.splitlines() for word in shlex.split(line)]
     assert words[words.index("--tokenizer-type") + 1] == "HuggingFaceTokenizer"
     assert words[words.index("--tokenizer-model") + 1] == str(tmp_path / "my ckpt" / "hf")

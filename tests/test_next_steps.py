@@ -75,7 +75,7 @@ def test_of_many_checkpoints_below_some_are_listed_and_more_are_said(tmp_path: P
     ("make", "words"),
     [
         (lambda path: path.mkdir() or path, ["is an empty directory"]),
-        (touch("adapter_config.json", "adapter_model.safetensors"), ["is an adapter", "megaconv merge BASE ADAPTER"]),
+        (touch("adapter_config.json", "adapter_model.safetensors"), ["is an adapter", "megaconv merge BASE "]),
         (touch("iter_0000005/adapter_config.json"), ["is a run that trains an adapter", "megaconv merge BASE RUN"]),
         (touch("config.json", "model-Q4_K_M.gguf"), ["model-Q4_K_M.gguf", "Hugging Face directory"]),
         (a_file("model-Q4_K_M.gguf", b"GGUF"), ["is not a valid GGUF file"]),
@@ -97,6 +97,8 @@ def test_of_many_checkpoints_below_some_are_listed_and_more_are_said(tmp_path: P
         (touch("__0_0.distcp"), ["__0_0.distcp", "no .metadata"]),
         (a_file("model.safetensors", LFS), ["model.safetensors: is a Git LFS pointer", "git lfs pull"]),
         (a_file("model.safetensors", HTML), ["model.safetensors: is an HTML page", "token"]),
+        (a_file("model.gguf", LFS), ["model.gguf: is a Git LFS pointer"]),
+        (a_file("model.nemo", HTML), ["model.nemo: is an HTML page"]),
         (a_file("llama.tar.gz"), ["is an archive; unpack it"]),
         (a_file("notes.txt", b"hello"), ["notes.txt: is a file, where the directory of a checkpoint should be"]),
         (touch("notes.txt"), ["not a checkpoint of a known format"]),
@@ -140,8 +142,16 @@ def test_weights_without_a_configuration_are_read_as_their_message_says(tmp_path
     (tmp_path / "original").mkdir()
     (model / "config.json").rename(tmp_path / "original" / "config.json")
     outcome = run("fingerprint", model)
-    assert_refused(outcome, 3, "no config.json", "--loader hf --config ORIGINAL")
-    assert run("inspect", model, "--loader", "hf", "--config", tmp_path / "original").status == 0
+    assert_refused(outcome, 3, "no config.json", "--config ORIGINAL")
+    assert run("fingerprint", model, "--config", tmp_path / "original").status == 0
+    outcome = run("convert", model, tmp_path / "out", "--saver", "core", "--config", tmp_path / "original")
+    assert outcome.status == 0
+    assert (tmp_path / "out" / "hf" / "config.json").is_file()
+
+
+def test_an_adapter_is_merged_by_the_command_that_its_message_says() -> None:
+    adapter = FIXTURES / "peft-llama-all-linear" / "adapter"
+    assert f"`megaconv merge BASE {adapter} --save-dir OUT`" in run("fingerprint", adapter).err
 
 
 def test_what_can_not_be_read_has_a_code_of_its_own(tmp_path: Path) -> None:

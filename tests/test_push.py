@@ -1,6 +1,7 @@
 """Pushing to the Hub: the real client against a server that speaks the Hub's API, and what happens when it fails half-way."""
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,9 @@ NAME = "org/tuned"
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded model."""
     root = tmp_path_factory.mktemp("models")
-    megaconv.convert(write_llama(root / "source", layers=1), root / "core", saver="core", tp=2)
+    source = write_llama(root / "source", layers=1)
+    (source / "tokenizer.json").write_text("{}")
+    megaconv.convert(source, root / "core", saver="core", tp=2)
     return root / "core"
 
 
@@ -181,3 +184,21 @@ def test_links_out_of_the_directory_and_directories_without_a_model_are_not_push
         assert_refused(run("push", model, NAME, "--dry-run"), 6, "secret.txt", "/etc/hostname")
     finally:
         (model / "secret.txt").unlink()
+
+
+def test_a_model_without_a_tokenizer_is_not_pushed_without_a_word(
+    hub: Hub, model: Path, core: Path, tmp_path: Path
+) -> None:
+    bare = Path(shutil.copytree(core, tmp_path / "bare"))
+    shutil.rmtree(bare / "hf")
+    said = push(bare, "org/converted", "--json")
+    assert said.status == 0
+    assert "no tokenizer" in said.err
+    assert "--config ORIGINAL" in said.err
+    assert "tokenizer" in json.loads(said.out)["missing"]
+    finished = Path(shutil.copytree(model, tmp_path / "finished"))
+    (finished / "tokenizer.json").unlink()
+    assert "has no tokenizer" in push(finished, NAME, "--dry-run").err
+    whole = push(model, NAME, "--dry-run", "--json")
+    assert "tokenizer" not in whole.err
+    assert json.loads(whole.out)["missing"] == []

@@ -1,11 +1,15 @@
 """`megaconv scan`: everything that would run code is found and nothing runs; faults of all files in one go."""
 
+import gzip
 import json
 import os
 import pickle
+import tarfile
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +82,78 @@ def test_a_program_in_a_file_of_weights_ends_with_status_6_and_does_not_run(kind
     assert "posix.system" in outcome.out
     assert [each["name"] for each in found["globals"] if each["judgement"] == "unsafe"] == ["posix.system"]
     assert (found["safe"], found["intact"]) == (False, True)
+
+
+def _hidden(form: str, path: Path, program: Program) -> None:
+    """A program where torch, numpy or pickle would run it, and no protocol's mark or plain archive shows it."""
+    array = np.array([program], dtype=object)
+    if form.startswith("protocol"):
+        path.write_bytes(pickle.dumps({"more": program}, int(form[-1])))
+    elif form == "an instance":
+        path.write_bytes(f"(S'touch {program.mark}'\nios\nsystem\n.".encode())
+    elif form == "behind a harmless one":
+        path.write_bytes(pickle.dumps(1, 0) + pickle.dumps(program, 0))
+    elif form == "compressed archive":
+        with ZipFile(path, "w", ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"more": program}, 2))
+    elif form == "array":
+        with path.open("wb") as file:
+            np.save(file, array, allow_pickle=True)
+    elif form == "arrays":
+        with path.open("wb") as file:
+            np.savez(file, a=array)
+    elif form == "compressed arrays":
+        with path.open("wb") as file:
+            np.savez_compressed(file, a=array)
+    else:
+        (path.parent / "program").write_bytes(pickle.dumps(program, 1))
+        with tarfile.open(path, "w") as tar:
+            tar.add(path.parent / "program", "weights.ckpt")
+        (path.parent / "program").unlink()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("protocol 0", "training_state.pkl"),
+        ("protocol 1", "optimizer.pt"),
+        ("protocol 0", "without_suffix"),
+        ("an instance", "args.bin"),
+        ("behind a harmless one", "state.pkl"),
+        ("compressed archive", "model.pt"),
+        ("array", "means.npy"),
+        ("arrays", "means.npz"),
+        ("compressed arrays", "means.npz"),
+        ("tar", "model.nemo"),
+        ("tar", "model.tar"),
+    ],
+)
+def test_a_program_is_found_whatever_it_is_wrapped_in(form: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    _hidden(form, tmp_path / "dir" / name, Program(tmp_path / "executed"))
+    with unchanged(tmp_path):
+        outcome = run("scan", tmp_path / "dir")
+    assert outcome.status == 6, outcome
+    assert f"unsafe   {name}: calls {'os' if form == 'an instance' else 'posix'}.system" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"code and notes\nabout it\nRead me.\n", b"(in the\n\n.", b"cat\ndog\nRun\n", b"I am text\n.", bytes(range(0x80, 0x90)) * 9,
+        b"\x82\x01.", b"[PAD]\nhello\n", b"N.", b"(I1\n.",
+    ],
+)  # fmt: skip
+def test_text_and_numbers_are_not_taken_for_pickles(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes(content)
+    assert run("scan", tmp_path).status == 0
+
+
+def test_what_is_compressed_is_said_not_to_have_been_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "state.pkl.gz").write_bytes(gzip.compress(pickle.dumps(Program(tmp_path / "executed"))))
+    outcome = run("scan", tmp_path)
+    assert outcome.status == 0
+    assert "remark   state.pkl.gz: is compressed, so that what is in it was not looked at" in outcome.out
 
 
 @pytest.mark.parametrize(

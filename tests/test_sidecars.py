@@ -10,7 +10,7 @@ from formats.ceilings import SIDECAR_BYTES
 from megaconv import hub
 from megaconv.engine.sidecars import CHAT_TEMPLATES, find_sidecars, is_sidecar
 from tests.models import write_llama
-from tests.runs import run
+from tests.runs import assert_refused, run
 
 TRAVELLING = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tokenizer.tiktoken", "special_tokens_map.json",
@@ -92,3 +92,18 @@ def test_a_directory_or_a_pipe_of_such_a_name_does_not_travel(tmp_path: Path) ->
     (tmp_path / "tokenizer").mkdir()
     os.mkfifo(tmp_path / "tokenizer.json")
     assert find_sidecars(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "content", ["version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "<!doctype html><title>Log in</title>"]
+)
+def test_a_tokenizer_that_was_never_really_fetched_is_an_error_and_a_licence_may_be_a_page(
+    content: str, model: Path, tmp_path: Path
+) -> None:
+    (model / "LICENSE").write_text(content)
+    assert run("convert", model, tmp_path / "first", "--saver", "hf").status == 0
+    (model / "tokenizer.json").write_text(content)
+    assert_refused(
+        run("convert", model, tmp_path / "second", "--saver", "core"), 3, "tokenizer.json: is a", "not the file itself"
+    )
+    assert not (tmp_path / "second").exists()

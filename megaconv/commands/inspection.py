@@ -134,7 +134,7 @@ class Inspection:
                 "size",
                 f"{readable(size)}, {', '.join(f'{name} {share(count * ITEMSIZE[name], size)}' for name, count in self.dtypes().items())}",
             ),
-            ("shape", f"{_depth(config)} layers, hidden {config.hidden}, ffn {config.mlp.ffn}, {heads}"),
+            ("shape", f"{_depth(config)}, hidden {config.hidden}, ffn {config.mlp.ffn}, {heads}"),
             ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
             ("positions", _positions(config)),
         ]
@@ -183,9 +183,9 @@ class Inspection:
 
 def _depth(config: ModelConfig) -> str:
     return (
-        f"{config.encoder.layers} encoder and {config.layer_count} decoder"
+        f"{config.encoder.layers} encoder and {config.layer_count} decoder layers"
         if config.encoder.layers
-        else f"{config.layer_count}"
+        else f"{config.layer_count} layer{'s' * (config.layer_count != 1)}"
     )
 
 
@@ -203,7 +203,9 @@ def _mamba(config: ModelConfig) -> str:
 
 def _positions(config: ModelConfig) -> str:
     if config.positions.kind == "rope":
-        return f"{config.max_positions:,}, rope theta {config.positions.theta:g}" + _scaling(config.positions.scaling)
+        return f"{config.max_positions:,}, rope theta {config.positions.theta:.10g}" + _scaling(
+            config.positions.scaling
+        )
     if config.positions.kind == "relative":
         return f"relative, {config.positions.buckets} buckets up to {config.positions.max_distance}"
     if config.positions.kind == "none":

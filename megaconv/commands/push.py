@@ -11,6 +11,7 @@ Client: huggingface_hub 0.30 to 2.4.
 """
 
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from threading import Thread
@@ -28,14 +29,17 @@ from formats.ceilings import RECORD_BYTES
 from formats.regular_files import read_small
 from megaconv import registry
 from megaconv.commands.model_card import CARD, describe, published_record
+from megaconv.engine.completeness import TOKENIZER, has_tokenizer
 from megaconv.engine.conversion import convert
-from megaconv.engine.preparation import ConvertOptions, open_source
+from megaconv.engine.preparation import ConvertOptions, Report, open_source
 from megaconv.engine.record import RECORD_NAME, check_source, find_record
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import nothing_at
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions
+
+_log = logging.getLogger("megaconv")
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _AT_ONCE = 500
@@ -88,6 +92,8 @@ class PushReport:
     changed: bool = True
     """Whether there was anything that the Hub didn't have."""
     notices: Sequence[str] = field(default_factory=tuple)
+    missing: Sequence[str] = ()
+    """What a model needs and this one hasn't: `tokenizer`, as a conversion says it."""
 
     def __repr__(self) -> str:
         done = "planned" if self.commit is None else f"commit {self.commit}"
@@ -106,6 +112,7 @@ class PushReport:
             "changed": self.changed,
             "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
             "notices": list(self.notices),
+            "missing": list(self.missing),
         }
 
 
@@ -117,7 +124,7 @@ def push(directory: str | Path, repository: str, options: PushOptions, *, dry_ru
     if not dry_run:
         require_token(repository)
     if kind in ("hf", "peft") or options.as_is:
-        return _push_files(path, kind, repository, options, dry_run)
+        return _push_files(path, kind, repository, options, dry_run, _missing(path, kind))
     if dry_run:
         raise UsageError(
             f"--dry-run: {path} would be converted to hf first; convert it, then push that, or add --as-is"
@@ -125,8 +132,14 @@ def push(directory: str | Path, repository: str, options: PushOptions, *, dry_ru
     # Beside the source: the place that is most likely to have room for as much again.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.push-", dir=path.resolve().parent) as room:
         made = Path(room) / "hf"
-        convert(path, made, "hf", ConvertOptions(load=LoadOptions(options.config)))
-        return _push_files(made, "hf", repository, options, dry_run)
+        done = convert(path, made, "hf", ConvertOptions(load=LoadOptions(options.config)), planned=_warn)
+        return _push_files(made, "hf", repository, options, dry_run, done.missing)
+
+
+def _warn(planned: Report) -> None:
+    """Before the copy and the uploads, which take long: what will be missing, and what else a user should know."""
+    for notice in planned.notices:
+        _log.warning("%s", notice)
 
 
 def require_repository(name: str) -> None:
@@ -152,7 +165,17 @@ def _kind(path: Path) -> str:
     return registry.detect(path)[0]
 
 
-def _push_files(path: Path, kind: str, repository: str, options: PushOptions, dry_run: bool) -> PushReport:
+def _missing(path: Path, kind: str) -> tuple[str, ...]:
+    """What a finished Hugging Face directory lacks, which is said before anything is sent."""
+    if kind != "hf" or has_tokenizer(file.name for file in path.iterdir()):
+        return ()
+    _log.warning("%s: has no tokenizer, and so won't the repository; the original's files belong there first", path)
+    return (TOKENIZER,)
+
+
+def _push_files(
+    path: Path, kind: str, repository: str, options: PushOptions, dry_run: bool, missing: Sequence[str]
+) -> PushReport:
     files = _files(path, options)
     notices = list[str]()
     made: dict[str, bytes] = {}
@@ -166,9 +189,10 @@ def _push_files(path: Path, kind: str, repository: str, options: PushOptions, dr
     hashes = {name: _hashes(file) for name, file in files.items()}
     if dry_run:
         hashes |= {name: _hashes_of(content) for name, content in made.items()}
-        return PushReport(repository, dict(sorted(hashes.items())), notices=notices)
+        return PushReport(repository, dict(sorted(hashes.items())), notices=notices, missing=missing)
     with _hub_errors(repository):
-        return _beside(lambda: _commit(repository, files, hashes, made, notices, options))
+        report = _beside(lambda: _commit(repository, files, hashes, made, notices, options))
+    return replace(report, missing=missing)
 
 
 def _beside(work: Callable[[], PushReport]) -> PushReport:

@@ -22,6 +22,9 @@ from megaconv.errors import UsageError
 from megaconv.hub import nothing_at, resolve
 
 SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
+_TARS = (".nemo", ".tar")
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+"""What files of gzip, bzip2, xz, zstd and 7-Zip begin with."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ def _look_at(file: Path, name: str, found: Scan) -> None:
     if file.is_dir():  # a link to a directory of the checkpoint, which is looked into where it is
         return
     if file.suffix == ".py":
-        found.remarks.append(Finding(name, "is code; nothing runs it unless a configuration's auto_map names it"))
+        found.remarks.append(
+            Finding(name, "is code; nothing runs it unless a configuration's auto_map, or a program, names it")
+        )
         return
     try:
         _look_into(file, name, found)
@@ -146,8 +151,17 @@ def _look_into(file: Path, name: str, found: Scan) -> None:
         pickles = list(scan_file(file, _ranges(file)))
         for pickle in pickles:
             _add(pickle, name, found)
+        if not pickles and _starts(file, _COMPRESSED):
+            found.remarks.append(
+                Finding(name, "is compressed, so that what is in it was not looked at; unpack it first")
+            )
         if not any(pickle.fault for pickle in pickles):
             _check_structure(file, bool(pickles))
+
+
+def _starts(file: Path, starts: tuple[bytes, ...]) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(8).startswith(starts)
 
 
 def _add(pickle: Pickle, name: str, found: Scan) -> None:
@@ -167,8 +181,8 @@ def _check_structure(file: Path, has_pickles: bool) -> None:
 
 
 def _ranges(file: Path) -> list[tuple[int, int]] | None:
-    """Where the archives of a `.distcp` file lie, as the `.metadata` beside it says, and the files of a `.nemo`; None for other files."""
-    if file.suffix == ".nemo":
+    """Where the archives of a `.distcp` file lie, as the `.metadata` beside it says, and the files of a tar archive; None for others."""
+    if file.suffix in _TARS:
         return sorted((each.offset, each.size) for each in tar_archive.read_members(InputFile.open(file)).values())
     if file.suffix != ".distcp":
         return None

@@ -65,7 +65,7 @@ def read_file(path: Path, shown: str | None = None) -> Contents:
     name = shown or path.name
     if path.suffix == ".safetensors":
         return _safetensors(path, name)
-    if gguf_header.is_gguf(path):
+    if path.suffix == ".gguf" or gguf_header.is_gguf(path):
         return _gguf(path, name)
     if path.suffix == ".distcp":
         return _distcp(path, name)

@@ -90,8 +90,10 @@ def survey(path: Path, error: CheckpointError) -> Survey | None:
         facts = {**(adapter_facts(path) or {}), **config_facts(path)} if path.is_dir() else {}
     except UnsafeContent:
         raise
-    except CheckpointError:  # what the loader said is the better message
-        return None
+    except CheckpointError:
+        if path.is_file():  # which was looked at for its own sake
+            raise
+        return None  # what the loader said is the better message
     if contents is None or not contents.tensors:
         return None
     kind = "an adapter (PEFT), " if "peft_type" in facts else ""

@@ -3,7 +3,7 @@
 Megatron's own `--save` keeps neither tokenizer nor generation settings; our outputs have them in `hf/`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megaconv.engine.plan import OutputPlan
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -23,13 +23,17 @@ def missing_parts(header: Header, plan: OutputPlan) -> tuple[str, ...]:
     """
     if header.layout is None or header.config.hf is not None or CONFIG_NAME not in plan.files:
         return ()
-    has_tokenizer = any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in plan.files)
     there = {
-        TOKENIZER: has_tokenizer,
+        TOKENIZER: has_tokenizer(plan.files),
         GENERATION: GENERATION in plan.files,
         EOS: header.config.eos_token_id is not None,
     }
     return tuple(part for part, is_there in there.items() if not is_there)
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a tokenizer's files are among those of a directory."""
+    return any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names)
 
 
 def completeness_notices(header: Header, missing: Sequence[str]) -> tuple[str, ...]:

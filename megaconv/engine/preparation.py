@@ -147,7 +147,7 @@ def open_source(place: str | Path, loader: str | None = None, options: LoadOptio
     options = options or LoadOptions()
     _require_description(options.config)
     path = resolve(place, metadata_only=options.metadata_only)
-    name, found = registry.choose(path, loader)
+    name, found = registry.choose(path, loader, options.config)
     if options.text_only and not getattr(found, "HAS_TEXT_ONLY", False):
         raise UsageError(f"--text-only: {path}: --loader {name} reads language models alone; leave it out")
     registry.share_options(options.extra, {f"loader {name}": found})
@@ -166,7 +166,7 @@ def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tup
     """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
     load = load_options(saver, options)
     place = resolve(load_dir, metadata_only=load.metadata_only)
-    name, found = registry.choose(place, options.loader)
+    name, found = registry.choose(place, options.loader, load.config)
     _require_description(load.config)
     refuse_sizes(registry.saver(saver), place, load, options.save)
     takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}

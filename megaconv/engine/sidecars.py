@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from formats.ceilings import SIDECAR_BYTES
-from formats.errors import UnsafeContent
+from formats.errors import CorruptCheckpoint, UnsafeContent
+from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import PlainFile
 from formats.regular_files import read_small
 
@@ -27,10 +28,12 @@ _PATTERNS = (
     # What comes before a model, and after it: images, sound, several inputs, text that is generated.
     "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json",
     "feature_extractor*.json", "generation_config.json", "chat_template*",
-    # What it may be used for.
-    "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*",
 )  # fmt: skip
 """In lower case, as names are compared."""
+_TERMS = (
+    "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*",
+)  # fmt: skip
+"""What a model may be used for."""
 _NEVER = (
     ".py", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".index.json",
 )  # fmt: skip
@@ -49,7 +52,7 @@ def find_sidecars(directory: Path) -> dict[str, Path]:
 
 def is_sidecar(name: str) -> bool:
     lower = name.lower()
-    return not lower.endswith(_NEVER) and any(fnmatchcase(lower, pattern) for pattern in _PATTERNS)
+    return not lower.endswith(_NEVER) and any(fnmatchcase(lower, pattern) for pattern in (*_PATTERNS, *_TERMS))
 
 
 def _is_small(path: Path) -> bool:
@@ -77,13 +80,20 @@ def copies(files: Mapping[str, Path]) -> dict[str, PlainFile]:
 
 
 def read_sidecar(path: Path) -> bytes:
-    """Raises UnsafeContent for a link that leads out of its directory: what it leads to may be nobody's to pass on."""
+    """Raises UnsafeContent for a link that leads out of its directory: what it leads to may be nobody's to pass on;
+    CorruptCheckpoint for a file that was never fetched, which would leave the output without its tokenizer unsaid."""
     elsewhere = leads_out(path)
     if elsewhere is not None:
         raise UnsafeContent(
             f"{path}: is a link to {elsewhere}, outside of the model's directory; put the file itself there, or remove the link"
         )
-    return read_small(path, SIDECAR_BYTES)
+    content = read_small(path, SIDECAR_BYTES)
+    instead = mistaken(content[:SEEN_BYTES])
+    if instead and not any(
+        fnmatchcase(path.name.lower(), pattern) for pattern in _TERMS
+    ):  # a licence may well be a page
+        raise CorruptCheckpoint(f"{path}: {instead}")
+    return content
 
 
 def leads_out(path: Path) -> Path | None:

@@ -101,14 +101,15 @@ def convert(
         tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, split=split, transformer_impl=transformer_impl,
         grouped_experts=grouped_experts, vocab_divisor=vocab_divisor,
         vocab_padding=vocab_padding, distributed_optimizer=distributed_optimizer, release=release,
-        max_shard_bytes=None if max_shard_size is None else byte_size(max_shard_size), ckpt_format=ckpt_format, files=dist_files,
+        max_shard_bytes=None if max_shard_size is None else byte_size(max_shard_size, "--max-shard-size "),
+        ckpt_format=ckpt_format, files=dist_files,
         allow_lossy=tuple(allow_lossy or ()), checkpoint_type=written_type, base=base, quantize=quantize,
     )  # fmt: skip
     options = ConvertOptions(
         loader=loader or ("llama_mistral" if read_type else None), save=save,
         load=LoadOptions(config, true_vocab_size, read_type, text_only=text_only),
         dtype=opt.one_dtype(dtype, bf16, fp16), optimizer=optimizer,
-        max_memory=byte_size(max_memory), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
+        max_memory=byte_size(max_memory, "--max-memory "), workers=workers, verify=verify, resume=resume, overwrite=overwrite,
         extra=opt.extra(option), check_source=check_source, adapters=tuple(map(adapter_choice, adapter or ())),
     )  # fmt: skip
     ranks = started_ranks()

@@ -72,7 +72,7 @@ Saver = Annotated[
     str,
     typer.Option(
         "--saver",
-        help="What to write: core, legacy, dcp, hf, llama_mistral or gguf (`megaconv formats` describes them).",
+        help="What to write: core, legacy, dcp, hf, llama_mistral, gguf or peft (`megaconv formats` describes them).",
     ),
 ]
 Loader = Annotated[str | None, typer.Option("--loader", help="What to read; detected from the files by default.")]
@@ -259,7 +259,7 @@ AllowLossy = Annotated[
     list[str] | None,
     typer.Option(
         "--allow-lossy",
-        help="Leave out what the output can't express: rope_scaling, activation, overflow (of values beyond --dtype's range).",
+        help="Leave out what the output can't express: rope_scaling, activation, overflow (of values beyond --dtype's range), out_norm.",
     ),
 ]
 

@@ -35,7 +35,7 @@ def plan(
 
     options = LoadOptions(config, true_vocab_size, optimizer=False, text_only=text_only, extra=opt.extra(option))
     header = inspect(path, options, loader, check_source=False).header
-    found = layouts(header, gpus, None if gpu_memory is None else byte_size(gpu_memory))
+    found = layouts(header, gpus, None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory "))
     if as_json:
         print_json(found.to_json())
         return

@@ -43,5 +43,5 @@ def _print(found: Any) -> None:
     names = Counter(each.name for each in found.globals if each.judgement == "ordinary")
     for name, count in sorted(names.items()):
         show(f"ordinary {name} ({count})")
-    verdict = {0: "nothing that runs code, no faults", 3: "nothing that runs code; faults", 6: "unsafe"}[found.status]
+    verdict = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}[found.status]
     show(f"{found.path}: {found.files} file{'s' * (found.files != 1)}: {verdict}")

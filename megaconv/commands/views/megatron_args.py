@@ -56,7 +56,11 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
 def _tokenizer(header: Header, notes: list[str]) -> dict[str, Any]:
     beside = next((header.files[name] for name in _TOKENIZER_FILES if name in header.files), None)
     if beside is not None:
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(beside.parent), "vocab_size": None}
+        return {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(beside.parent.absolute()),
+            "vocab_size": None,
+        }
     notes.append("there is no tokenizer beside the checkpoint: these flags are for token ids alone (NullTokenizer)")
     # It counts one token more than it is told.
     return {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": header.config.vocab - 1}
