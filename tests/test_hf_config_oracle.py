@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.errors import UnknownFamily
+from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.families import family
 from megaconv.families.parts.hf_config import updated
 from megaconv.model.config import ModelConfig, value_of
@@ -351,6 +351,47 @@ def test_bases_beside_those_of_each_kind_of_layers_are_read_as_transformers_read
     }
     if name == "gemma3_text":
         assert_read_alike(raw_config(name, rope_parameters=local, rope_local_base_freq=44.0))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("keys", [{"rope_parameters": {}}, {"rope_scaling": {}}, {"rope_parameters": None}, {}])
+def test_an_empty_rotation_of_a_gpt_oss_is_read_as_transformers_reads_it(keys: Raw) -> None:
+    parameters = pytest.importorskip("transformers").AutoConfig.for_model(
+        **raw_config("gpt_oss", rope_theta=777.0, **keys)
+    )
+    scaled = parameters.rope_parameters["rope_type"] != "default"
+    positions = read(raw_config("gpt_oss", rope_theta=777.0, **keys)).positions
+    assert (positions.theta, positions.scaling is not None) == (777.0, scaled)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        (
+            "smollm3",
+            {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "use_sliding_window",
+        ),
+        ("glm4_moe", {"topk_group": 0}, "topk_group should be a positive number, found 0"),
+        ("gpt2", {"num_attention_heads": 8}, "num_attention_heads is 8 and n_head 4"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(name: str, keys: Raw, message: str) -> None:
+    raw = raw_gpt2(**keys) if name == "gpt2" else raw_config(name, **keys)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        read(raw)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "olmo3", "gpt_oss"])
+def test_a_model_without_windows_is_written_so_that_transformers_can_run_it(name: str) -> None:
+    """Its models make a mask with a window, whether a layer has one or not."""
+    config = read(raw_config(name, layer_types=["full_attention"] * 4))
+    written = family(name).write_hf(config)
+    assert read(written).window is None
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 131)
 
 
 def test_no_rotation_of_before_is_left_beside_another_one() -> None:

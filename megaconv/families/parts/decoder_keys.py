@@ -102,7 +102,8 @@ def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
     """Base and scaling. theta, scaling: of a config.json that doesn't mention them."""
 
     def read(raw: Raw) -> Fields:
-        silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
+        # Empty rope_parameters are an answer, an empty rope_scaling isn't.
+        silent = scaling is not None and not raw.get("rope_scaling") and raw.get("rope_parameters") is None
         base, found = read_rope(raw, theta)
         return {"positions.theta": base, "positions.scaling": scaling if silent else found}
 
@@ -222,7 +223,8 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
         return windows_on(raw, windowed_layers(raw, kinds), raw.get("sliding_window", default) or None)
 
     def write(config: ModelConfig) -> Raw:
-        return {"sliding_window": config.window, "layer_types": layer_types(config)}
+        # A size even where no layer has a window: transformers' models make a mask of it all the same.
+        return {"sliding_window": config.window or default, "layer_types": layer_types(config)}
 
     return Keys(("sliding_window", "layer_types", *pattern), read, write)
 
