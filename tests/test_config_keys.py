@@ -25,8 +25,8 @@ SILENT = {
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # of generation alone
     ("t5", "decoder_start_token_id"),
-    # of longrope alone
-    ("phi3", "original_max_position_embeddings"),
+    # of a scaling of rope, which none of these has
+    *((name, "original_max_position_embeddings") for name in FAMILIES),
     # another name for num_experts, which wins where both are there
     ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("qwen3_next", "num_local_experts"),
     # without groups, as topk_method greedy has none

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaconv.errors import UnknownFamily
+from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.families import family
+from megaconv.families.parts.hf_config import updated
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, fields_of
 from tests.config_models import (
@@ -65,6 +66,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
         return gpt2_as_transformers_has_it(config)
     if raw["model_type"] == "nemotron_h":
         return hybrid_as_transformers_has_it(config)
+    config.standardize_rope_params()  # as its model does once more, after all keys have become attributes
     rope, local = dict(config.rope_parameters), {}
     if "full_attention" in rope:
         local = two_ropes_as_transformers_has_them(raw["model_type"], rope)
@@ -293,6 +295,113 @@ def assert_read_alike(raw: Raw) -> None:
 @pytest.mark.parametrize("name", SCALED)
 def test_a_complete_config_is_read_as_transformers_reads_it(name: str, keys: Any, scaling: Raw | None) -> None:
     assert_read_alike(keys(raw_config(name, pad_token_id=0, eos_token_id=[2, 7]), 5e5, scaling))
+
+
+LINEAR: Raw = {"rope_type": "linear", "factor": 2.0}
+YARN_ALONE: Raw = {"rope_type": "yarn", "factor": 4.0}
+SAID_TWICE: dict[str, Raw] = {
+    "the base inside rope_scaling": {"rope_scaling": {**LINEAR, "rope_theta": 777.0}},
+    "the base inside and beside": {"rope_theta": 5e3, "rope_scaling": {**LINEAR, "rope_theta": 777.0}},
+    "the base inside a rope_scaling that scales nothing": {"rope_scaling": {"rope_type": "default", "rope_theta": 777.0}},
+    "rope_scaling beside rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "rope_scaling": LINEAR},
+    "both, and the base beside": {
+        "rope_theta": 777.0, "rope_parameters": {**LINEAR, "rope_theta": 5e3}, "rope_scaling": {"rope_type": "default"}
+    },
+    "the length in training beside": {"rope_scaling": YARN_ALONE, "original_max_position_embeddings": 24},
+    "another length inside": {
+        "rope_parameters": {**YARN_ALONE, "original_max_position_embeddings": 48, "rope_theta": 5e3}, "original_max_position_embeddings": 24
+    },
+}  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("keys", SAID_TWICE.values(), ids=SAID_TWICE)
+@pytest.mark.parametrize("name", ["llama", "glm4", "deepseek_v3"])
+def test_what_of_rope_is_said_in_two_places_is_read_as_transformers_reads_it(name: str, keys: Raw) -> None:
+    scaled = "yarn" in str(keys)
+    assert_read_alike(raw_config(name, **keys, **({"max_position_embeddings": 96} if scaled else {})))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"partial_rotary_factor": None},
+        {"rope_theta": 5e3, "rope_scaling": {**LINEAR, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}, "rope_scaling": LINEAR},
+    ],
+)
+@pytest.mark.parametrize("name", ["glm", "glm4", "stablelm", "nemotron", "qwen3_next"])
+def test_the_part_that_rotates_is_read_as_transformers_reads_it(name: str, keys: Raw) -> None:
+    given = {key: value for key, value in raw_config(name).items() if key != "partial_rotary_factor"}
+    assert_read_alike(given | keys)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3"])
+def test_bases_beside_those_of_each_kind_of_layers_are_read_as_transformers_reads_them(name: str) -> None:
+    nested = {
+        "full_attention": {"rope_type": "default"},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 55.0},
+    }
+    assert_read_alike(raw_config(name, rope_parameters=nested, rope_theta=777.0))
+    local: Raw = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    if name == "gemma3_text":
+        assert_read_alike(raw_config(name, rope_parameters=local, rope_local_base_freq=44.0))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("keys", [{"rope_parameters": {}}, {"rope_scaling": {}}, {"rope_parameters": None}, {}])
+def test_an_empty_rotation_of_a_gpt_oss_is_read_as_transformers_reads_it(keys: Raw) -> None:
+    parameters = pytest.importorskip("transformers").AutoConfig.for_model(
+        **raw_config("gpt_oss", rope_theta=777.0, **keys)
+    )
+    scaled = parameters.rope_parameters["rope_type"] != "default"
+    positions = read(raw_config("gpt_oss", rope_theta=777.0, **keys)).positions
+    assert (positions.theta, positions.scaling is not None) == (777.0, scaled)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        (
+            "smollm3",
+            {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "use_sliding_window",
+        ),
+        ("glm4_moe", {"topk_group": 0}, "topk_group should be a positive number, found 0"),
+        ("gpt2", {"num_attention_heads": 8}, "num_attention_heads is 8 and n_head 4"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(name: str, keys: Raw, message: str) -> None:
+    raw = raw_gpt2(**keys) if name == "gpt2" else raw_config(name, **keys)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        read(raw)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "olmo3", "gpt_oss"])
+def test_a_model_without_windows_is_written_so_that_transformers_can_run_it(name: str) -> None:
+    """Its models make a mask with a window, whether a layer has one or not."""
+    config = read(raw_config(name, layer_types=["full_attention"] * 4))
+    written = family(name).write_hf(config)
+    assert read(written).window is None
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 131)
+
+
+def test_no_rotation_of_before_is_left_beside_another_one() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+    given = raw_config("llama", rope_scaling=yarn, original_max_position_embeddings=24)
+    config = read(given)
+    longer = changed(config, {"positions.scaling": yarn | {"original_max_position_embeddings": 48}})
+    table = family("llama")
+    written = updated(given, table.write_hf(config), table.write_hf(longer))
+    assert read(written).positions == longer.positions
 
 
 @pytest.mark.oracle

@@ -128,6 +128,8 @@ def test_tensors_are_believed_where_arguments_say_something_else() -> None:
         ({"activation_func_clamp_value": 7.0}, UnknownFamily, "the model has clamped"),
         ({"glu_linear_offset": 1.0}, UnknownFamily, "the model has clamped"),
         ({"quick_geglu": True, "swiglu": False}, UnknownFamily, "the model has no silu"),
+        ({"window_size": (7, 3)}, UnknownFamily, r"window_size is \(7, 3\), whose windows end 3 tokens beyond"),
+        ({"window_size": (7, -1)}, UnknownFamily, "whose windows end -1 tokens beyond"),
         ({"position_embedding_type": "yarn"}, CorruptCheckpoint, "don't say yarn_rotary_scaling_factor; give --config"),
         ({"enable_gpt_oss": True}, CorruptCheckpoint, "don't say yarn_rotary_scaling_factor"),
     ],
@@ -164,6 +166,21 @@ def test_layers_that_do_not_rotate_are_counted_as_megatron_counts_them(freq: obj
 def test_layers_that_do_not_rotate_have_to_be_layers_of_the_model(freq: object, message: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=message):
         from_arguments(Namespace(**(arguments(LLAMA) | {"no_rope_freq": freq})), found_in_tensors(LLAMA))
+
+
+@pytest.mark.parametrize(("per_token", "chosen"), [(4, 1), (6, 2), (2, 2)])
+def test_groups_that_megatron_ranks_by_another_number_of_experts_are_refused(per_token: int, chosen: int) -> None:
+    """Megatron ranks a group by its moe_router_topk // moe_router_group_topk best experts, transformers by its best two."""
+    config = read(raw_config("deepseek_v3"))
+    other = {"moe_router_topk": per_token, "moe_router_group_topk": chosen}
+    args = Namespace(**(arguments(config) | other))
+    best = per_token // chosen
+    with pytest.raises(
+        UnknownFamily, match=rf"ranks a group by its best {best}, all supported model families by its best 2"
+    ):
+        from_arguments(args, found_in_tensors(config))
+    alone = Namespace(**vars(args) | {"moe_router_num_groups": 1, "moe_router_group_topk": 1})
+    assert from_arguments(alone, found_in_tensors(config)).experts.per_token == per_token
 
 
 def test_an_approximate_gelu_without_biases_is_refused() -> None:

@@ -96,7 +96,26 @@ def _write_width(config: ModelConfig) -> Raw:
     return {"n_inner": None if config.mlp.ffn == 4 * config.hidden else config.mlp.ffn}
 
 
+_OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+"""transformers takes these for the same keys, and lets them win."""
+
+
+def _no_other_sizes(raw: Raw) -> Fields:
+    for name, key in _OTHER_NAMES.items():
+        if raw.get(name, raw.get(key)) != raw.get(key):
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {name} is {raw[name]!r} and {key} {raw.get(key)!r}, which are two names for one size; leave {name} out"
+            )
+    return {}
+
+
 _KEYS = (
+    Keys(tuple(_OTHER_NAMES), _no_other_sizes, lambda config: {}),
     size("n_embd", "hidden"),
     size("n_layer", "layers.count"),
     size("n_positions", "max_positions", 1024),

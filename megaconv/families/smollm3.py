@@ -29,6 +29,11 @@ def _read(raw: Raw) -> Fields:
     without = [layer for layer in range(layers) if not rotates[layer]]
     found = {"layers.rotates": per_layer(without, layers, False, True)}
     if not (raw.get("use_sliding_window") and raw.get("sliding_window")):
+        if raw.get("sliding_window") and "sliding_attention" in (raw.get("layer_types") or ()):
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: layer_types has sliding_attention, and use_sliding_window says that no layer has a window: which of "
+                "both transformers goes by depends on its attention kernel; set use_sliding_window to true, or take it out of layer_types"
+            )
         return found
     kinds = ["sliding_attention" if layer in without else "full_attention" for layer in range(layers)]
     return {**found, **windows_on(raw, windowed_layers(raw, kinds), raw["sliding_window"])}

@@ -92,14 +92,18 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
 # Rope.
 
 _PERCENT = "partial_rotary_factor"
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
+_SCALED_FROM_A_LENGTH = ("llama3", "yarn", "longrope")
+"""Kinds of rope scaling whose length in training transformers 5 takes from beside them, where config.json says it there."""
 
 
 def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
     """Base and scaling. theta, scaling: of a config.json that doesn't mention them."""
 
     def read(raw: Raw) -> Fields:
-        silent = scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters"))
+        # Empty rope_parameters are an answer, an empty rope_scaling isn't.
+        silent = scaling is not None and not raw.get("rope_scaling") and raw.get("rope_parameters") is None
         base, found = read_rope(raw, theta)
         return {"positions.theta": base, "positions.scaling": scaling if silent else found}
 
@@ -132,24 +136,30 @@ WHOLE_HEADS = Keys((_PERCENT,), _whole_heads, lambda config: {})
 """Of architectures whose heads rotate whole."""
 
 
-def rotary_percent(raw: Raw, default: float) -> float:
-    """The part of each head that rotates, by the keys of either transformers."""
-    found = (raw.get("rope_parameters") or {}).get(_PERCENT, raw.get(_PERCENT))
-    return float(default if found is None else found)
-
-
-def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling or None) by the keys of either transformers."""
+def _rope_object(raw: Raw) -> dict[str, Any]:
+    """What either transformers has in an object: rope_scaling, beside which no transformers looks at rope_parameters."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be an object, found {raw[key]!r}")
-    parameters = dict(raw.get("rope_parameters") or {})
-    scaling = dict(raw.get("rope_scaling") or {}) or parameters
-    theta = need_number({**raw, **parameters}, "rope_theta", default_theta)
+    return dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+
+
+def rotary_percent(raw: Raw, default: float) -> float:
+    """The part of each head that rotates, by the keys of either transformers; null: all of it, whatever the default."""
+    found = {_PERCENT: raw.get(_PERCENT, default), **_rope_object(raw)}[_PERCENT]
+    return 1.0 if found is None else float(found)
+
+
+def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling or None) by the keys of either transformers; what stands inside the object wins."""
+    scaling = _rope_object(raw)
+    theta = need_number({**raw, **scaling}, "rope_theta", default_theta)
     kind = scaling.pop("type", None)
     scaling["rope_type"] = scaling.get("rope_type") or kind or "default"
     scaling.pop("rope_theta", None)
     scaling.pop(_PERCENT, None)
+    if scaling["rope_type"] in _SCALED_FROM_A_LENGTH and raw.get(_ORIGINAL) is not None:
+        scaling[_ORIGINAL] = raw[_ORIGINAL]
     for name in _SCALING.get(scaling["rope_type"], ()):
         if type(scaling.get(name)) not in (int, float):
             raise CorruptCheckpoint(
@@ -213,7 +223,8 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
         return windows_on(raw, windowed_layers(raw, kinds), raw.get("sliding_window", default) or None)
 
     def write(config: ModelConfig) -> Raw:
-        return {"sliding_window": config.window, "layer_types": layer_types(config)}
+        # A size even where no layer has a window: transformers' models make a mask of it all the same.
+        return {"sliding_window": config.window or default, "layer_types": layer_types(config)}
 
     return Keys(("sliding_window", "layer_types", *pattern), read, write)
 

@@ -75,7 +75,9 @@ def sigmoid_routing(*, scale: float, groups: int, group_topk: int, renormalize: 
     """How DeepSeek-V3 chooses experts."""
 
     def read(raw: Raw) -> Fields:
-        found = {"experts.groups": raw.get("n_group", groups), "experts.group_topk": raw.get("topk_group", group_topk)}
+        given = {"n_group": groups, "topk_group": group_topk, **raw}
+        counts = {key: None if given[key] is None else need_size(given, key) for key in ("n_group", "topk_group")}
+        found = {"experts.groups": counts["n_group"], "experts.group_topk": counts["topk_group"]}
         return found | {"experts.scale": raw.get("routed_scaling_factor", scale)}
 
     def write(config: ModelConfig) -> Raw:

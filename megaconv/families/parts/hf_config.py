@@ -64,6 +64,8 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
 
 _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """What transformers 5 says in rope_parameters instead."""
+_ROPE_BESIDE = ("rope_parameters", "original_max_position_embeddings")
+"""What of the same may stand elsewhere in a file, and would contradict these where they are other than before."""
 
 
 def updated(given: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,9 +78,9 @@ def updated(given: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[st
     merged = {**given, **changes, **({} if dtype is None else {"dtype" if "dtype" in given else "torch_dtype": dtype})}
     merged.setdefault("architectures", now["architectures"])
     merged.pop(QUANTIZATION, None)  # what was quantized no longer is
-    if changes.keys() & set(_ROPE) and "rope_parameters" in merged and "rope_parameters" not in now:
-        del merged["rope_parameters"]
-        merged |= {key: now[key] for key in _ROPE if key in now}
+    if changes.keys() & set(_ROPE):
+        merged = {key: value for key, value in merged.items() if key in now or key not in _ROPE_BESIDE}
+        merged |= {key: now[key] for key in _ROPE if key in now and (key in merged or now[key] is not None)}
     return merged
 
 

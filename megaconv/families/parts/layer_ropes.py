@@ -22,7 +22,7 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
     """theta, local_theta: of a config.json that doesn't speak of them; None: layers with a window have no base of their own."""
 
     def read(raw: Raw) -> Fields:
-        full, windowed = _nested(raw, theta, local_theta or theta) or _flat(raw, theta, local_theta)
+        full, windowed = _nested(raw, theta, local_theta) or _flat(raw, theta, local_theta)
         given = {"positions.theta": full[0], "positions.scaling": full[1]}
         if local_theta is None and full == windowed:
             return given
@@ -50,8 +50,8 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
     return Keys(keys, read, write)
 
 
-def _nested(raw: Raw, theta: float, local_theta: float) -> tuple[Rope, Rope] | None:
-    """As transformers 5 says it; a rope_scaling beside it is of the layers without a window."""
+def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope] | None:
+    """As transformers 5 says it; a rope_scaling beside it is of the layers without a window, and bases that it lacks may be too."""
     said = raw.get("rope_parameters")
     if not said:
         return None
@@ -59,7 +59,9 @@ def _nested(raw: Raw, theta: float, local_theta: float) -> tuple[Rope, Rope] | N
         raise CorruptCheckpoint(f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {said!r}")
     full, windowed = (said.get(kind) or {} for kind in _KINDS)
     full = {**full, **(raw.get("rope_scaling") or {})}
-    return read_rope({"rope_parameters": full}, theta), read_rope({"rope_parameters": windowed}, local_theta)
+    beside = need_number(raw, "rope_theta", theta)
+    local = theta if local_theta is None else need_number(raw, _LOCAL, local_theta)
+    return read_rope({"rope_parameters": full}, beside), read_rope({"rope_parameters": windowed}, local)
 
 
 def _flat(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, LayoutError
+from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
 from megaconv.families import Family, recognize
 from megaconv.families import family as family_named
 from megaconv.megatron.arguments.beyond_core import read_beyond_core, require_beyond_core
@@ -85,6 +85,9 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
         given |= {"mamba.heads": config.mamba.heads, "mamba.head_dim": config.mamba.head_dim}
     return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
+
+RANKED_BY = 2
+"""How many of its best experts a group is ranked by, where a router chooses groups first, in all model families."""
 
 _NEEDED = {
     "attention.heads": "num_attention_heads",
@@ -203,6 +206,11 @@ def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     size, pattern, layers = args.window_size, getattr(args, "window_attn_skip_freq", None), found["layers.count"]
     if not size or size[0] < 0:
         return {"layers.window": None}
+    if size[1] != 0:
+        raise UnknownFamily(
+            f"the checkpoint's window_size is {tuple(size)!r:.100}, whose windows end {size[1]!r:.20} tokens beyond the token itself, "
+            "which no supported model family has; expected them to end with it (0)"
+        )
     if pattern is None:
         return {"layers.window": size[0] + 1}
     with_window = [
@@ -217,6 +225,7 @@ def _experts(args: Namespace) -> dict[str, Any]:
         "moe_router_group_topk",
     )  # fmt: skip
     softmax = given.get("experts.score", "softmax") == "softmax"
+    _check_groups(given)
     width = _first(args, "moe_ffn_hidden_size", "ffn_hidden_size")
     if width is not None:
         given["experts.ffn"] = width
@@ -227,6 +236,17 @@ def _experts(args: Namespace) -> dict[str, Any]:
         else given.get("experts.per_token") != 1,
         "experts.probs_on_input": bool(getattr(args, "moe_apply_probs_on_input", False)),
     }
+
+
+def _check_groups(given: Mapping[str, Any]) -> None:
+    """Megatron ranks a group by its moe_router_topk // moe_router_group_topk best experts, all model families by its best two."""
+    chosen = given.get("experts.group_topk")
+    best = given.get("experts.per_token", 0) // chosen if chosen else RANKED_BY
+    if given.get("experts.groups", 1) > 1 and best != RANKED_BY:
+        raise UnknownFamily(
+            f"the checkpoint chooses {given['experts.per_token']} experts (moe_router_topk) of {chosen} groups "
+            f"(moe_router_group_topk): Megatron then ranks a group by its best {best}, all supported model families by its best {RANKED_BY}"
+        )
 
 
 def _mlp(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:

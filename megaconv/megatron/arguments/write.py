@@ -15,7 +15,7 @@ from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_ar
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.mamba import mamba_arguments
-from megaconv.megatron.arguments.read import from_arguments, tensor_fields
+from megaconv.megatron.arguments.read import RANKED_BY, from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
@@ -156,10 +156,10 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         raise NotExpressible(
             f"the model scales the input of {config.experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
         )
-    if (config.experts.groups or 1) > 1 and config.experts.per_token // (config.experts.group_topk or 1) != 2:
+    if (config.experts.groups or 1) > 1 and config.experts.per_token // (config.experts.group_topk or 1) != RANKED_BY:
         raise NotExpressible(
-            "Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best 2: "
-            f"{config.experts.per_token} experts of {config.experts.group_topk} groups aren't 2 of each"
+            f"Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best {RANKED_BY}: "
+            f"{config.experts.per_token} experts of {config.experts.group_topk} groups aren't {RANKED_BY} of each"
         )
     if not config.experts.count:
         return {"num_experts": None, "moe_grouped_gemm": False, "moe_use_legacy_grouped_gemm": False}
