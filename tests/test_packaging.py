@@ -1,6 +1,7 @@
 """What a release holds: the source distribution has all that building and testing it takes, and documents name real messages."""
 
 import re
+from importlib.metadata import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,17 @@ def test_torch_is_in_no_dependency_but_in_extras() -> None:
     required = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2].partition("\n]")[0]
     assert "torch" not in required
     assert '"safetensors' not in required
+
+
+def test_the_page_of_a_package_index_has_no_link_that_leads_nowhere() -> None:
+    page = str(metadata("megaconv").get_payload())
+    targets = set(re.findall(r"\]\(([^)]+)\)", page))
+    assert {target for target in targets if not target.startswith(("#", "https://"))} == set()
+    headings = {
+        re.sub(r"[^a-z0-9-]", "", line[3:].lower().replace(" ", "-")) for line in page.splitlines() if line[:3] == "## "
+    }
+    assert {target[1:] for target in targets if target[0] == "#"} <= headings
+    assert "all options (docs/convert.md)" in page
 
 
 def test_the_page_on_messages_names_messages_that_there_are() -> None:
