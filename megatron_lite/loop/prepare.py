@@ -157,6 +157,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
         context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         preference=_preference(settings.dpo), fp8=_fp8(settings), balance=_balancing(settings.balance),
+        dispatcher=settings.parallel.moe_token_dispatcher_type,
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
     )  # fmt: skip
 

@@ -79,6 +79,19 @@ class Run:
         return type_of(self.settings, self.config)
 
     @property
+    def scheduled(self) -> int:
+        """Samples at which learning rate and weight decay stand.
+
+        Where lengths are iterations, all of them count as if they had had the present batch: schedules go on where they were
+        though the batch has changed.
+        """
+        progress = self.progress
+        if self.settings.training.train_samples is not None:
+            return progress.scheduled_samples
+        skipped = progress.consumed_samples - progress.scheduled_samples
+        return max(0, progress.iteration * self.sizes.batch.full - skipped)
+
+    @property
     def rows(self) -> int:
         """Sequences of a sample."""
         task = self.settings.tasks.task
@@ -124,7 +137,7 @@ def train(run: Run) -> None:
             f"nothing left: the run has made its {run.progress.iteration} steps, {run.progress.consumed_samples} samples"
         )
     for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
-        lr, decay = run.rate.at(run.progress.scheduled_samples), run.decay.at(run.progress.scheduled_samples)
+        lr, decay = run.rate.at(run.scheduled), run.decay.at(run.scheduled)
         time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
         profile.after(run.progress.iteration)
         report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
@@ -352,7 +365,7 @@ def save(run: Run) -> None:
 def _snapshot(run: Run) -> Snapshot:
     """Of all weights."""
     saving, progress = run.settings.checkpointing, run.progress
-    samples = progress.scheduled_samples
+    samples = run.scheduled
     rates = run.rate.at(samples), run.decay.at(samples)
     with_optimizer = not saving.no_save_optim
     largest = amax.histories(run.engine)

@@ -182,15 +182,28 @@ def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
     """Rows to experts and back, with their weights; on the way back gradients of all of these."""
     experts, balance = run.config.experts, run.options.balance
     tokens = run.tokens // (run.sizes.layout.tp if run.sequence else 1)
-    rows = tokens * experts.per_token * run.itemsize
-    each, etp = rows * (2 * run.config.hidden + 1) * (forward + 1), run.sizes.layout.etp
-    yield "ep", "all_to_all", each + experts.count * INT64 * forward
-    yield "etp", "all_to_all", each * etp
-    yield "etp", "all_gather", experts.count * INT64 * forward * etp
+    yield from (_of_gathered if run.options.dispatcher == "allgather" else _of_exchanged)(run, tokens, forward)
     for kind, _ in balance.losses:
         each = run.sizes.micro_batch if kind == "seq_aux_loss" else 1
         for axis in ("tp", "cp"):
             yield axis, "all_reduce", each * experts.count * FLOAT32 * forward
+
+
+def _of_exchanged(run: Described, tokens: int, forward: int) -> Iterator[Counted]:
+    experts, etp = run.config.experts, run.sizes.layout.etp
+    each = tokens * experts.per_token * run.itemsize * (2 * run.config.hidden + 1) * (forward + 1)
+    yield "ep", "all_to_all", each + experts.count * INT64 * forward
+    yield "etp", "all_to_all", each * etp
+    yield "etp", "all_gather", experts.count * INT64 * forward * etp
+
+
+def _of_gathered(run: Described, tokens: int, forward: int) -> Iterator[Counted]:
+    """Tokens, their weights and their experts' numbers; back come sums, and on the way back gradients of the first two."""
+    layout, chosen = run.sizes.layout, run.config.experts.per_token
+    for axis, seen in (("etp", tokens * layout.etp), ("ep", tokens * layout.etp * layout.ep)):
+        rows, weights = seen * run.config.hidden * run.itemsize, seen * chosen * run.itemsize
+        yield axis, "all_gather", (rows + weights + seen * chosen * INT64) * forward + rows
+        yield axis, "reduce_scatter", rows * forward + rows + weights
 
 
 def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:

@@ -14,34 +14,56 @@ from megatron_lite.settings.config import Settings, flags, make_settings, subjec
 
 YAML_FLAGS = ("--yaml-cfg", "--config-file")
 
+ANY_NUMBER = -1
+
 WITHOUT_EFFECT = {
     "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
-    "calculate_per_token_loss": 0, "cross_entropy_loss_fusion": 0, "dist_ckpt_strictness": 1,
+    "align_param_gather": 0, "apply_query_key_layer_scaling": 0,
+    "calculate_per_token_loss": 0, "ckpt_assume_constant_structure": 0, "ckpt_fully_parallel_load": 0, "ckpt_fully_parallel_save": 0,
+    "cross_entropy_fusion_impl": 1, "cross_entropy_loss_fusion": 0, "cuda_graph_warmup_steps": 1,
+    "ddp_average_in_collective": 0, "ddp_num_buckets": 1, "ddp_pad_buckets_for_high_nccl_busbw": 0, "defer_embedding_wgrad_compute": 0,
+    "delay_wgrad_compute": 0, "dist_ckpt_strictness": 1, "enable_cuda_graph": 0, "enable_experimental": 0,
     "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "fp8_param_gather": 0,
-    "log_params_norm": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0,
-    "moe_grouped_gemm": 0, "moe_pad_expert_input_to_capacity": 0, "moe_permute_fusion": 0,
+    "log_loss_scale_to_tensorboard": 0, "log_memory_to_tensorboard": 0, "log_num_zeros_in_grad": 0, "log_params_norm": 0,
+    "log_progress": 0, "log_straggler": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "log_validation_ppl_to_tensorboard": 0,
+    "log_world_size_to_tensorboard": 0, "microbatch_group_size_per_virtual_pipeline_stage": 1,
+    "moe_enable_deepep": 0, "moe_grouped_gemm": 0, "moe_layer_recompute": 0, "moe_pad_expert_input_to_capacity": 0,
+    "moe_per_layer_logging": 0, "moe_permute_fusion": 0, "moe_router_fusion": 0, "moe_router_padding_for_fp8": 0,
+    "moe_shared_expert_overlap": 0, "moe_use_legacy_grouped_gemm": 0, "nccl_communicator_config_path": 1,
+    "no_async_tensor_model_parallel_allreduce": 0, "no_bias_dropout_fusion": 0, "no_bias_swiglu_fusion": 0,
+    "no_clone_scatter_output_in_embedding": 0, "no_one_logger": 0, "no_overlap_p2p_communication": 0,
     "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
     "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
     "no_rope_fusion": 0, "no_save_rng": 0,
-    "num_workers": 1, "overlapping_eval": 1, "strict_lambada": 0, "tensorboard_queue_size": 1,
-    "use_checkpoint_args": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0, "use_mp_args_from_checkpoint_args": 0,
+    "num_workers": 1, "overlap_moe_expert_parallel_comm": 0, "overlap_p2p_communication_warmup_flush": 0,
+    "overlap_param_gather_with_optimizer_step": 0, "overlapping_eval": 1, "override_opt_param_scheduler": 0,
+    "recompute_modules": ANY_NUMBER, "strict_lambada": 0, "te_rng_tracker": 0, "tensorboard_log_interval": 1, "tensorboard_queue_size": 1,
+    "timing_log_level": 1, "timing_log_option": 1, "tp_comm_overlap": 0,
+    "use_checkpoint_args": 0, "use_cpu_initialization": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0,
+    "use_mp_args_from_checkpoint_args": 0, "wandb_save_dir": 1, "wgrad_deferral_limit": 1,
 }  # fmt: skip
 """Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
 
+_YARN = "yarn by flags, in place of the checkpoint's,"
+_STATE = "gradients or optimizer state in less than fp32"
+
 REFUSED = {
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor"), _YARN),
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"), _STATE),
     "apply_layernorm_1p": "norms that multiply with their weight + 1",
     "apply_residual_connection_post_layernorm": "norms of the sums of each sublayer, as in the original BERT,",
     "decoupled_lr": "a learning rate of embedding and head alone",
     "decoupled_min_lr": "a learning rate of embedding and head alone",
     "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
+    "moe_router_force_load_balancing": "a choice of experts at random, which measures speed alone,",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
-    "no_position_embedding": "a model without any positions (rope needs no such flag)",
+    "no_position_embedding": "a model without any positions (with --position-embedding-type rope the flag is accepted)",
+    "use_precision_aware_optimizer": _STATE,
 }  # fmt: skip
 """Flags of Megatron-LM that would change what a run does -> what there is no code for."""
 
 NOT_YET = {
     "dataloader_type": "single",
-    "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 """Flags of which there is one value only, so far."""
 
@@ -49,7 +71,8 @@ OTHERWISE_CALLED = {
     "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
     "--max-length": "--seq-length", "--batch-size": "--global-batch-size", "--output-dir": "--save", "--model": "--load",
     "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
-    "--beta": "--dpo-beta",
+    "--beta": "--dpo-beta", "--use-rotary-position-embeddings": "--position-embedding-type rope",
+    "--recompute-activations": "--recompute-granularity selective",
 }  # fmt: skip
 """Flags of other trainers -> Megatron-LM's for the same, which don't look alike."""
 
@@ -78,7 +101,7 @@ def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
     The command line wins over the YAML file. Raises UsageError.
     """
     known, rest = make_parser(command).parse_known_args(_with_last_batch(arguments))
-    ignored = _take_without_effect(rest)
+    ignored = _take_without_effect(rest, rotates=getattr(known, "position_embedding_type", None) == "rope")
     values = vars(known)
     path = values.pop("yaml", None)
     settled = (_read_yaml(path, ignored) if path else {}) | values
@@ -182,20 +205,27 @@ def _boolean(word: str) -> bool:
     return word.lower() == "true"
 
 
-def _take_without_effect(rest: list[str]) -> list[str]:
-    """Raises UsageError for anything else, with what was probably meant."""
-    ignored, position = [], 0
+def _take_without_effect(rest: list[str], *, rotates: bool) -> list[str]:
+    """Raises UsageError for anything else, with what was probably meant. rotates: positions are rope's, of which there is no table."""
+    ignored, position = list[str](), 0
+    choosing_nothing = WITHOUT_EFFECT | ({"no_position_embedding": 0} if rotates else {})
     while position < len(rest):
         word, _, value = rest[position].partition("=")
         name = word.removeprefix("--").replace("-", "_")
-        if not word.startswith("--") or name not in (WITHOUT_EFFECT | NOT_YET):
+        if not word.startswith("--") or name not in (choosing_nothing | NOT_YET):
             raise UsageError(_refused(word, name) or _unknown(word))
         if name in NOT_YET:
             value = value or "".join(rest[position + 1 : position + 2])
             _require_only(name, value)
         ignored.append(word)
-        position += 1 + (0 if "=" in rest[position] else WITHOUT_EFFECT.get(name, 1))
+        position += 1 + (0 if "=" in rest[position] else _values(choosing_nothing.get(name, 1), rest[position + 1 :]))
     return ignored
+
+
+def _values(count: int, following: list[str]) -> int:
+    if count != ANY_NUMBER:
+        return count
+    return next((at for at, word in enumerate(following) if word.startswith("--")), len(following))
 
 
 def _require_only(name: str, value: object, where: str = "") -> None:

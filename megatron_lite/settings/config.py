@@ -111,6 +111,11 @@ class Parallel:
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that share each expert's matrices (as --tp where that fits, else 1)", short="--etp"
     )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        "how tokens get to experts of other ranks: exchanged, or gathered by all of these ranks",
+        choices=("alltoall", "allgather"),
+    )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage, where uneven")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage, where uneven")
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when sharing out")

@@ -116,6 +116,8 @@ class ModelOptions:
     fp8: FP8 | None = None
     """Of the products of layers; None: they are in dtype."""
     balance: Balancing = Balancing()
+    dispatcher: str = "alltoall"
+    """How tokens get to experts of other ranks: models/moe/experts.py."""
     lora: LoRA | None = None
     """Nothing but adapters is trained; None: everything is."""
     preference: Preference | None = None

@@ -5,6 +5,7 @@ parallelism), each of them then gives its rows to all of these, and gets back fr
 sum is the whole. What arrives is sorted by expert again, whatever rank it came from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.distributed import ProcessGroup
 from megatron_lite.models.moe.grouped import permuted
 from megatron_lite.models.plan import ExpertRanks
 from megatron_lite.parallel import comm
+
+Compute = Callable[[Tensor, Tensor, list[int]], Tensor]
+"""What experts make of rows [rows, hidden] sorted by expert, with their weights [rows, 1], of whom each has so many."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -83,6 +87,17 @@ class Route:
             sent = self.among_parts.sent
             y = self.among_parts.back(y).view(len(sent), sent[0], -1).sum(0) if sent[0] else y[:0]
         return y if self.among_experts is None else self.among_experts.back(y)
+
+
+def by_exchange(x: Tensor, weights: Tensor, chosen: Tensor, count: int, ranks: ExpertRanks, compute: Compute) -> Tensor:
+    """x [tokens, hidden], weights [tokens, k], chosen int64 [tokens, k] of so many experts -> [tokens, hidden]. Collective."""
+    way = route(chosen, count, ranks)
+    rows, scaled = (
+        way.there(x.index_select(0, way.token)),
+        way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1)),
+    )
+    made = way.back(compute(rows, scaled, way.counts))
+    return torch.zeros_like(x).index_add(0, way.token, made)
 
 
 def route(chosen: Tensor, experts: int, ranks: ExpertRanks) -> Route:

@@ -8,7 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models.mlp import activate, is_plain_swiglu
-from megatron_lite.models.moe.dispatch import route
+from megatron_lite.models.moe.dispatch import by_exchange
+from megatron_lite.models.moe.gathering import by_gathering
 from megatron_lite.models.moe.grouped import grouped_linear, weighted_swiglu
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
@@ -108,12 +109,17 @@ class SharedExperts(nn.Module):
         return made if self.gate_weight is None else made * F.linear(x, self.gate_weight).sigmoid()
 
 
+DISPATCHERS = {"alltoall": by_exchange, "allgather": by_gathering}
+"""How tokens get to experts on other ranks, by Megatron's words."""
+
+
 class Mixture(nn.Module):
     """Router, experts of this rank and of others, shared experts. Its input is normed already."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.count, self.ranks = plan.config.experts.count, plan.expert_ranks
+        self.dispatch = DISPATCHERS[plan.options.dispatcher]
         self.router = Router(plan, layer)
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
@@ -123,11 +129,5 @@ class Mixture(nn.Module):
         """x [sequence (/ tp), batch, hidden]."""
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat, x.shape[1], run.balance)
-        way = route(chosen, self.count, self.ranks)
-        rows, scaled = (
-            way.there(flat.index_select(0, way.token)),
-            way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1)),
-        )
-        made = way.back(self.experts(rows, scaled, way.counts))
-        mixed = torch.zeros_like(flat).index_add(0, way.token, made).view_as(x)
+        mixed = self.dispatch(flat, weights, chosen, self.count, self.ranks, self.experts).view_as(x)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)

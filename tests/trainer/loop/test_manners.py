@@ -36,6 +36,8 @@ def test_iterations_are_iterations_also_after_the_batch_has_changed(tmp_path: Pa
         (4, 24),
     ]
     assert "step      4/4" in ran.log(0)
+    # One warm-up step of four, then linear: as if all four had had this batch.
+    assert [line["learning_rate"] for line in metrics(tmp_path)[2:]] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])
     again = train(tmp_path, 1, command)
     assert "nothing left: the run has made its 4 steps, 24 samples" in again.log(0)
 

@@ -42,6 +42,7 @@ class Mixture:
     etp: int = 1
     distributed: bool = False
     recompute: str | None = None
+    dispatcher: str = "alltoall"
 
     @property
     def world(self) -> int:
@@ -63,7 +64,8 @@ class Mixture:
 
     def __str__(self) -> str:
         words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep", "etp") if getattr(self, name) > 1]
-        return " ".join([self.run, *words, *(["zero"] if self.distributed else []), *filter(None, [self.recompute])])
+        words += ["zero"] * self.distributed + [self.dispatcher] * (self.dispatcher != "alltoall")
+        return " ".join([self.run, *words, *filter(None, [self.recompute])])
 
 
 def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
@@ -133,6 +135,7 @@ def make_engine(case: Mixture) -> Engine:
     options = ModelOptions(
         "float32", sequence_parallel=case.tp > 1, balance=balance, vocab_divisor=1,
         recompute=Recompute(case.recompute), mtp_loss_scale=case.config()["mtp_loss_scaling_factor"],
+        dispatcher=case.dispatcher,
     )  # fmt: skip
     optimizer = OptimizerOptions(
         betas=tuple(training["betas"]), eps=training["eps"], clip_grad=training["clip_grad"],
@@ -197,6 +200,8 @@ LAYOUTS = [
     Mixture(dp=2, ep=2), Mixture("qwen", "qwen", tp=2, ep=2), Mixture(tp=2, ep=1), Mixture(pp=2, dp=2, ep=2, distributed=True),
     Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, distributed=True),
     Mixture("mla", "mla_mtp", tp=2, pp=2, ep=2), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, distributed=True),
+    Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, dispatcher="allgather"),
+    Mixture(run="drop_probs", dp=2, ep=2, dispatcher="allgather"),
 ]  # fmt: skip
 MORE_LAYOUTS = [
     Mixture(recompute="full"), Mixture("qwen", "qwen", recompute="selective"), Mixture("deepseek", "deepseek"),
@@ -213,7 +218,9 @@ MORE_LAYOUTS = [
     Mixture("qwen", "qwen", tp=2, dp=2, etp=2, distributed=True), Mixture("qwen", "qwen", tp=2, dp=2, etp=4),
     Mixture("mla", "mla_mtp", tp=2, pp=2, etp=2), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, recompute="full"),
     Mixture(tp=2, dp=2, ep=4, recompute="selective"), Mixture("mtp", "mtp2", tp=2, dp=2, ep=2, etp=2),
-    Mixture(run="drop_probs", dp=2, etp=2), Mixture(run="global", tp=2, etp=2),
+    Mixture(run="drop_probs", dp=2, etp=2), Mixture(run="global", tp=2, etp=2), Mixture(dispatcher="allgather"),
+    Mixture("qwen", "qwen", tp=2, ep=2, dispatcher="allgather", distributed=True), Mixture(tp=2, dp=2, ep=4, dispatcher="allgather"),
+    Mixture("mla", "mla_mtp", tp=2, pp=2, etp=2, dispatcher="allgather", recompute="full"),
 ]  # fmt: skip
 
 

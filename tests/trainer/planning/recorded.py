@@ -49,6 +49,7 @@ class Planned:
     cp: int = 1
     context: str = "p2p"
     near: int = 1
+    dispatcher: str = "alltoall"
     kind: str = "adamw"
     sequence: bool = False
     distributed: bool = False
@@ -86,6 +87,7 @@ class Planned:
         options = ModelOptions(
             self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
             balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3), context=self.context, near=self.near,
+            dispatcher=self.dispatcher,
         )  # fmt: skip
         optimizer = OptimizerOptions(self.kind, distributed=self.distributed, bucket_elements=4000)
         batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)

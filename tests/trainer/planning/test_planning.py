@@ -20,6 +20,7 @@ STEPS = [
     Planned("mixture", tp=2, dp=2, ep=2, sequence=True, recompute=FULL),
     Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True),
     Planned("mixture", tp=2, dp=2, etp=2, sequence=True),
+    Planned("mixture", tp=2, dp=2, ep=2, etp=2, sequence=True, recompute=FULL, dispatcher="allgather"),
     Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
     Planned("qwen3", cp=2, recompute=FULL),
     Planned("gpt2", tp=2, cp=2, sequence=True, context="a2a"),

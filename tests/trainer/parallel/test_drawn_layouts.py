@@ -1,0 +1,160 @@
+"""Layouts, options and batches drawn by chance: whatever comes together computes what one process does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+
+from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.weights import init_weights
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.sizes import check_sizes
+from tests.trainer.parallel.small import BLOCK, FULL, MODELS, NONE, SELECTIVE
+from tests.trainer.parallel.worlds import World
+
+SEEDS = range(40)
+FEW = range(3)
+"""Of them, those that every test run takes."""
+STEPS, LAYERS = 3, 4
+WITH_TWO_KV_HEADS = ("qwen3", "llama", "mixtral", "gpt_oss")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run; what is left out is as in one process."""
+
+    model: str
+    seed: int
+    microbatches: int
+    rows: int
+    masked: bool
+    packed: bool
+    dropout: float
+    balance: Balancing
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stage_layers: tuple[int, ...] = (LAYERS,)
+    sequence: bool = False
+    context: str = "p2p"
+    dispatcher: str = "alltoall"
+    recompute: Recompute = NONE
+    distributed: bool = False
+    bucket_elements: int = 4000
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    loss_rows: int | None = None
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def alone(self) -> "Drawn":
+        same = {name: vars(self)[name] for name in list(vars(self))[:8]}
+        return Drawn(**same)
+
+
+def draw(seed: int) -> Drawn:
+    """Four ranks; sequences of 16 tokens, which every cut of them divides."""
+    chance = Random(seed)
+    model = chance.choice(sorted(MODELS))
+    config = MODELS[model]
+    experts = config.experts.count
+    sizes = [sizes for sizes in product((1, 2, 4), repeat=4) if torch.Size(sizes).numel() == 4]
+    most = 2 if model in WITH_TWO_KV_HEADS else 4
+    tp, pp, cp, dp = chance.choice([found for found in sizes if found[0] <= most])
+    parts = (1,) if config.mlp.bias else (1, 2, 4)
+    shared = [(ep, etp) for ep in (1, 2, 4) for etp in parts if not tp * cp * dp % (ep * etp)]
+    ep, etp = chance.choice(shared) if experts else (1, 1)
+    vpp = chance.choice((1, 2)) if pp == 2 else 1
+    cuts = sorted(chance.sample(range(1, LAYERS), pp * vpp - 1))
+    each = pp * chance.choice((1, 2)) if vpp > 1 else chance.choice((1, 2, 3))
+    losses = tuple((kind, 0.1) for kind in ("aux_loss", "seq_aux_loss") if experts and chance.random() < 0.5)
+    contexts = ("p2p", "all_gather", "a2a") if tp * cp <= most else ("p2p", "all_gather")
+    return Drawn(
+        model, seed, each * dp, chance.choice((1, 2, 3)), chance.random() < 0.5, chance.random() < 0.5,
+        chance.choice((0.0, 0.2)), Balancing(losses, chance.choice((0.0, 0.01)), chance.choice((0.0, 0.01))),
+        tp, pp, cp, dp, ep, etp, tuple(b - a for a, b in zip((0, *cuts), (*cuts, LAYERS), strict=True)),
+        sequence=tp > 1 and (experts > 0 or chance.random() < 0.5), context=chance.choice(contexts),
+        dispatcher=chance.choice(("alltoall", "allgather")), recompute=chance.choice((NONE, FULL, BLOCK, SELECTIVE)),
+        distributed=chance.random() < 0.5, bucket_elements=chance.choice((300, 4000, 10**6)),
+        overlap_grad_reduce=chance.random() < 0.5, overlap_param_gather=chance.random() < 0.5,
+        loss_rows=chance.choice((None, 3)),
+    )  # fmt: skip
+
+
+def make_engine(drawn: Drawn) -> Engine:
+    config, vpp = MODELS[drawn.model], len(drawn.stage_layers) // drawn.pp
+    layout = Layout(drawn.tp, drawn.pp, vpp, drawn.ep, drawn.etp, stage_layers=drawn.stage_layers)
+    options = ModelOptions(
+        "float32", sequence_parallel=drawn.sequence, hidden_dropout=drawn.dropout, recompute=drawn.recompute,
+        context=drawn.context, dispatcher=drawn.dispatcher, balance=drawn.balance, loss_rows=drawn.loss_rows, vocab_divisor=4,
+    )  # fmt: skip
+    optimizer = OptimizerOptions(
+        betas=(0.9, 0.95), distributed=drawn.distributed, bucket_elements=drawn.bucket_elements,
+        overlap_grad_reduce=drawn.overlap_grad_reduce, overlap_param_gather=drawn.overlap_param_gather,
+    )  # fmt: skip
+    dp = check_sizes(config, layout, drawn.world, options, 16, drawn.microbatches // drawn.dp, drawn.cp)
+    grid = make_grid(layout, dp, torch.device("cpu"), cp=drawn.cp, experts=config.experts.count > 0)
+    engine = Engine(config, grid, options, optimizer)
+    init_weights(engine, std=0.1, seed=5)
+    return engine
+
+
+def batches(drawn: Drawn, step: int) -> Iterator[Microbatch]:
+    """Of all data-parallel ranks; in some of them no label counts, or rows consist of documents."""
+    generator, chance = torch.Generator().manual_seed(100 * drawn.seed + step), Random(100 * drawn.seed + step)
+    for index in range(drawn.microbatches):
+        tokens = torch.randint(MODELS[drawn.model].vocab, (drawn.rows, 17), generator=generator)
+        mask = torch.rand(drawn.rows, 16, generator=generator) < chance.choice((0.0, 0.7, 0.7, 0.7))
+        documents = tuple(lengths(chance) for _ in range(drawn.rows))
+        yield Microbatch(
+            tokens[:, :-1], tokens[:, 1:], mask if drawn.masked else None,
+            documents=documents if drawn.packed else None, index=index,
+        )  # fmt: skip
+
+
+def lengths(chance: Random) -> tuple[int, ...]:
+    """Of a row's documents."""
+    ends = sorted(chance.sample(range(1, 16), chance.randrange(4)))
+    return tuple(b - a for a, b in zip((0, *ends), (*ends, 16), strict=True))
+
+
+def train(_rank: int, drawn: Drawn) -> list[list[float]]:
+    """Of each step loss, norm, labels that count, losses of further tokens; then those of an evaluation."""
+    engine, found = make_engine(drawn), []
+    for step in range(STEPS):
+        own = list(batches(drawn, step))[engine.grid.dp_rank :: drawn.dp]
+        report = engine.train_step(own, lr=1e-3 * (1 - step / 10), weight_decay=0.1)
+        found.append([report.loss, report.grad_norm, report.tokens, *report.others.values()])
+    evaluated = engine.evaluate(list(batches(drawn, STEPS))[engine.grid.dp_rank :: drawn.dp])
+    engine.finish()
+    engine.grid.close()
+    return [*found, [number for pair in evaluated.values() for number in pair]]
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed in FEW else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS]
+)
+def test_a_layout_drawn_by_chance_computes_what_one_process_does(seed: int, world: World) -> None:
+    drawn = draw(seed)
+    (expected,) = world.run(1, train, drawn.alone())
+    for found in world.run(drawn.world, train, drawn):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-8), drawn
+
+
+def test_what_is_drawn_differs_in_everything() -> None:
+    """Else most of it would not be tested."""
+    every = [draw(seed) for seed in SEEDS]
+    for name, value in vars(replace(every[0], seed=-1)).items():
+        assert name == "seed" or len({str(vars(drawn)[name]) for drawn in every}) > 1, (name, value)
