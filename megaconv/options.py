@@ -180,7 +180,7 @@ def byte_size(text: str | int, option: str = "") -> int:
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < _LEAST_BYTES:
         raise UsageError(
-            f"{option}{text!r} is {size} bytes, expected {_LEAST_BYTES:,} or more; write a number with a unit, such as 256MiB or 5GB"
+            f"{option}{text!r} is {size} bytes, expected {_LEAST_BYTES} bytes or more; write a number with a unit, such as 256MiB or 5GB"
         )
     return size
 

@@ -65,7 +65,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(
 
 
 def test_a_size_that_is_too_small_is_refused_with_the_least(model: Path) -> None:
-    assert_refused(convert(model, "--max-memory", "1KiB"), 2, "'1KiB'", "4096 bytes", "unit")
+    assert_refused(convert(model, "--max-memory", "1KiB"), 2, "--max-memory '1KiB'", "4096 bytes", "unit")
 
 
 def test_layers_that_can_not_be_shared_out_evenly_are_refused_with_a_split_that_works(tmp_path: Path) -> None:
