@@ -374,6 +374,7 @@ def test_an_empty_rotation_of_a_gpt_oss_is_read_as_transformers_reads_it(keys: R
         ),
         ("glm4_moe", {"topk_group": 0}, "topk_group should be a positive number, found 0"),
         ("gpt2", {"num_attention_heads": 8}, "num_attention_heads is 8 and n_head 4"),
+        ("ernie4_5_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1 and moe_k 2"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(name: str, keys: Raw, message: str) -> None:

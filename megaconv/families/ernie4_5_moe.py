@@ -10,7 +10,7 @@ from megaconv.families.llama import IGNORED
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys, rope
 from megaconv.families.parts.decoder_rows import in_core, respelled
 from megaconv.families.parts.expert_keys import routed_experts, shared_experts
-from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, other_names
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -38,6 +38,7 @@ def _write_layers(config: ModelConfig) -> Raw:
 
 
 _KEYS = (
+    other_names({"num_experts_per_tok": "moe_k"}),
     *decoder_keys(positions=131072, kv_heads=4, epsilon=1e-5, rotation=rope(5e5), tied=True, tokens=(1, 2, 0)),
     *routed_experts(count=64, per_token=6, width=1536, count_key="moe_num_experts", per_token_key="moe_k"),
     shared_experts(count=2, width=1536, key="moe_num_shared_experts"),

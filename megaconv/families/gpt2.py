@@ -3,7 +3,7 @@
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import model_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_size, number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_size, number, other_names, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row, Transposed
 
@@ -102,20 +102,10 @@ _OTHER_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-"""transformers takes these for the same keys, and lets them win."""
-
-
-def _no_other_sizes(raw: Raw) -> Fields:
-    for name, key in _OTHER_NAMES.items():
-        if raw.get(name, raw.get(key)) != raw.get(key):
-            raise CorruptCheckpoint(
-                f"{CONFIG_NAME}: {name} is {raw[name]!r} and {key} {raw.get(key)!r}, which are two names for one size; leave {name} out"
-            )
-    return {}
-
+"""What transformers takes for the same keys."""
 
 _KEYS = (
-    Keys(tuple(_OTHER_NAMES), _no_other_sizes, lambda config: {}),
+    other_names(_OTHER_NAMES),
     size("n_embd", "hidden"),
     size("n_layer", "layers.count"),
     size("n_positions", "max_positions", 1024),

@@ -180,6 +180,20 @@ def follows(field: str, rule: Callable[[Raw], Any]) -> Keys:
     return Keys((), lambda raw: {field: rule(raw)}, lambda config: {})
 
 
+def other_names(names: Mapping[str, str]) -> Keys:
+    """Further names of keys (name -> key), which transformers lets win over these: refused where they say something else."""
+
+    def read(raw: Raw) -> Fields:
+        for name, key in names.items():
+            if raw.get(name, raw.get(key)) != raw.get(key):
+                raise CorruptCheckpoint(
+                    f"{CONFIG_NAME}: {name} is {raw[name]!r} and {key} {raw.get(key)!r}, two names for one thing; leave {name} out"
+                )
+        return {}
+
+    return Keys(tuple(names), read, lambda config: {})
+
+
 def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:
     """The model that a config.json describes.
 
