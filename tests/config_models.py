@@ -487,8 +487,10 @@ def configs(draw: Draw) -> ModelConfig:
         return draw(gemmas(config))
     if name in CHOICES:
         return draw(one_of_choices(config))
-    if name.startswith("deepseek") or name in ("glm4_moe_lite", "glm_moe_dsa"):
+    if name.startswith("deepseek") or name in ("glm4_moe_lite", "glm_moe_dsa", "sarvam_mla"):
         config = draw(with_latent_attention(draw(with_experts(config))))
+        if name == "sarvam_mla":
+            config = changed(config, {"latent.q_rank": 0})
         return draw(with_indexer(config)) if name in ("deepseek_v32", "glm_moe_dsa") else config
     if name == "mistral":
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
