@@ -282,6 +282,21 @@ def test_a_dry_run_lists_exactly_the_files_that_the_run_then_writes(
     assert document["fingerprint"] is None
 
 
+def test_a_dry_run_refuses_the_place_that_the_run_would_refuse(hf: Path, tmp_path: Path) -> None:
+    (taken := tmp_path / "taken").mkdir()
+    (taken / "notes.txt").write_text("mine")
+    for target, options, words in (
+        (taken, (), "already exists; choose another place, or give --overwrite"),
+        (taken, ("--overwrite",), "--overwrite replaces checkpoints, and this is not one"),
+        (hf, ("--overwrite",), "is the source"),
+    ):
+        with unchanged(tmp_path), unchanged(hf):
+            arguments = ("convert", "--load-dir", hf, "--saver", "hf", "--save-dir", target, *options)
+            rehearsed, refused = run(*arguments, "--dry-run"), run(*arguments)
+        assert words in rehearsed.err
+        assert (rehearsed.status, rehearsed.out, rehearsed.err) == (refused.status, "", refused.err)
+
+
 def test_a_dry_run_tells_how_much_memory_buffers_will_take(hf: Path, tmp_path: Path) -> None:
     options = (
         "--saver",

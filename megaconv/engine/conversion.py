@@ -57,6 +57,21 @@ def convert(
         raise
 
 
+def rehearse(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> Report:
+    """What convert() would write, from metadata alone. Raises what it would raise before its first byte."""
+    refuse_place(save_dir)
+    Staging(Path(save_dir), overwrite=options.overwrite)
+    place = resolve(load_dir, metadata_only=True)
+    _require_kept(place, save_dir, options)
+    return prepare(load_dir, save_dir, saver, options, place=place)[1]
+
+
+def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -> None:
+    """Raises UsageError or TargetExists where the output would replace what is read, or what is no checkpoint."""
+    others = (options.load.config, options.save.base, *(Path(each.place) for each in options.adapters))
+    refuse_loss(save_dir, place, others, RECORD_NAME)
+
+
 def _convert(
     load_dir: str | Path,
     save_dir: str | Path,
@@ -72,8 +87,7 @@ def _convert(
     refuse_place(save_dir)
     staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
     place = resolve(load_dir)
-    others = (options.load.config, options.save.base, *(Path(each.place) for each in options.adapters))
-    refuse_loss(save_dir, place, others, RECORD_NAME)
+    _require_kept(place, save_dir, options)
     opened = OpenedFiles()
     with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size, place)

@@ -207,11 +207,9 @@ def _print_from_base(report: Any) -> None:
 
 def _dry_run(load_dir: str, save_dir: str, saver: str, options: Any, as_json: bool) -> None:
     from megaconv.commands.inspection import readable
-    from megaconv.engine.preparation import prepare
-    from megaconv.hub import resolve
+    from megaconv.engine.conversion import rehearse
 
-    place = resolve(load_dir, metadata_only=True)
-    _, report = prepare(load_dir, save_dir, saver, options, place=place)
+    report = rehearse(load_dir, save_dir, saver, options)
     if as_json:
         print_json(report.to_json())
         return
