@@ -87,7 +87,8 @@ def _with_out_norm(
     if asked is None and impl is None:
         raise UsageError(
             "the checkpoint's args have no transformer_impl, which says how the weights of out_norm are stored; give "
-            "--option out_norm=plain (Megatron's local layers) or --option out_norm=zero_centered (Transformer Engine's)"
+            "--option out_norm=plain (Megatron's local layers) or --option out_norm=zero_centered (Transformer Engine's)",
+            code="option-needed",
         )
     is_plain = asked == "plain" if asked else impl == "local"
     others = tuple(variant for variant in naming.variants if variant != "local_keys")

@@ -129,6 +129,7 @@ CODES = {
     "unknown-saver": Cause(2, "no saver has the name that --saver gives"),
     "no-such-input": Cause(2, "nothing is at the input's path, nor a model of this name on the Hub"),
     "config-needed": Cause(2, "the input doesn't say what model it is: --config has to"),
+    "option-needed": Cause(2, "the input doesn't say how a part of it is stored: an --option has to"),
     "no-optimizer": Cause(
         2, "--optimizer is given, and the input has no optimizer state or the output no place for it"
     ),

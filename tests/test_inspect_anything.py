@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,29 @@ def test_inspect_says_how_large_the_optimizers_state_is() -> None:
     assert found["disk_bytes"] == sum(
         file.stat().st_size for file in root.rglob("*") if file.is_file() and file.parent != root
     )
+
+
+def test_arrays_of_orbax_are_listed_without_a_config() -> None:
+    pytest.importorskip("tensorstore", reason="arrays of Orbax are opened by tensorstore")
+    path = FIXTURES / "orbax-maxtext-scan-bf16"
+    found = inspected(path / "checkpoint")
+    assert found["format"] == "Orbax (JAX)"
+    assert found["parameters"] == sum(tensor.numel() for tensor in load_file(path / "expected.safetensors").values())
+    assert "--config" in found["reason"]
+
+
+def test_torch_files_of_a_nemo_archive_are_listed_without_a_config(tmp_path: Path) -> None:
+    weights = {"model.norm.weight": torch.zeros(5), "model.x": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    torch.save(weights, tmp_path / "model_weights.ckpt")
+    with tarfile.open(tmp_path / "x.nemo", "w") as archive:
+        archive.add(tmp_path / "model_weights.ckpt", "./model_weights.ckpt")
+    found = inspected(tmp_path / "x.nemo")
+    assert_tensors(found, weights)
+    assert found["tensors"]["model.x"]["file"] == "x.nemo: model_weights.ckpt"
+    assert "--config" in found["reason"]
+
+
+def test_a_megatron_checkpoint_that_needs_an_option_is_listed() -> None:
+    found = inspected(FIXTURES / "hybrid-qwen3-next-tp2")
+    assert found["format"].startswith("DCP")
+    assert "--option out_norm=plain" in found["reason"]

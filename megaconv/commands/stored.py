@@ -11,7 +11,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from formats import gguf_header, rank_files, safetensors, torch_dist, torch_zip, zarr_arrays
+from formats import gguf_header, orbax_arrays, rank_files, safetensors, tar_archive, torch_dist, torch_zip, zarr_arrays
 from formats.ceilings import CONFIG_BYTES
 from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
@@ -20,7 +20,7 @@ from formats.regular_files import read_json
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-SUFFIXES = (".safetensors", ".gguf", ".distcp", *TORCH_SUFFIXES)
+SUFFIXES = (".safetensors", ".gguf", ".distcp", ".nemo", *TORCH_SUFFIXES)
 """Of files that may hold tensors."""
 _DEEPEST = 64
 """Levels of a nested state dict."""
@@ -69,6 +69,8 @@ def read_file(path: Path, shown: str | None = None) -> Contents:
         return _gguf(path, name)
     if path.suffix == ".distcp":
         return _distcp(path, name)
+    if path.suffix == ".nemo":
+        return _nemo(path, name)
     value = torch_zip.read(path)
     kind = "a Megatron rank file" if isinstance(value, dict) and "checkpoint_version" in value else "torch"
     return Contents(kind, tuple(_torch_tensors(value, name)), _rank_facts(value))
@@ -76,11 +78,14 @@ def read_file(path: Path, shown: str | None = None) -> Contents:
 
 def read_directory(path: Path) -> Contents | None:
     """None where it has no file that may hold tensors. Raises CheckpointError."""
-    if torch_dist.is_dcp(path):
-        return _dcp(path)
-    if torch_dist.read_backend(path) == "zarr":
-        tensors = zarr_arrays.open_directory(path).tensors()
+    version = rank_files.find_version(path) or path
+    if torch_dist.is_dcp(version):
+        return _dcp(version)
+    if torch_dist.read_backend(version) == "zarr":
+        tensors = zarr_arrays.open_directory(version).tensors()
         return Contents("zarr", tuple(stored(name, tensor, name, None) for name, tensor in tensors.items()), {})
+    if (tree := orbax_arrays.find_tree(path)) is not None:
+        return _orbax(tree)
     files = [file for file in _files(path) if file.suffix in SUFFIXES]
     if not files:
         return None
@@ -170,6 +175,34 @@ def _archives(path: Path) -> Iterator[tuple[int, int]]:
                 yield start, stop - start
                 start = stop
             at = data.find(end, at + 1)
+
+
+def _nemo(path: Path, shown: str) -> Contents:
+    """The torch files of an archive, by the names of its members."""
+    file = InputFile.open(path)
+    members = tar_archive.read_members(file)
+    tensors = [
+        tensor
+        for name, (offset, size) in members.items()
+        if name.endswith(TORCH_SUFFIXES)
+        for tensor in _torch_tensors(torch_zip.read_at(file, offset, size), f"{shown}: {name}")
+    ]
+    return Contents("a NeMo archive", tuple(tensors), {"members": f"{len(members):,} files"})
+
+
+def _orbax(path: Path) -> Contents | None:
+    """The parameters of a tree; None where tensorstore isn't installed, which alone knows their shapes."""
+    tree = orbax_arrays.read_tree(path)
+    names = {name: name for words, name in tree.arrays.items() if words[0] == "params"}
+    try:
+        arrays = orbax_arrays.open_arrays(tree, names)
+    except ImportError:
+        return None
+    tensors = []
+    for name, array in arrays.items():
+        shape, dtype = tuple(array.shape), array.dtype.name
+        tensors.append(StoredTensor(name, shape, dtype, byte_count(shape, dtype), path.name, None))
+    return Contents("Orbax (JAX)", tuple(tensors), {"other arrays": f"{len(tree.arrays) - len(names):,}"})
 
 
 def _torch_tensors(value: object, file: str, prefix: str = "", depth: int = 0) -> Iterator[StoredTensor]:

@@ -20,7 +20,7 @@ from megaconv.commands.stored import (
 from megaconv.commands.units import readable, share
 from megaconv.errors import CheckpointError, UnsafeContent
 
-CODES = ("unknown-format", "unknown-family", "unsupported-input", "config-needed", "not-representable")
+CODES = ("unknown-format", "unknown-family", "unsupported-input", "config-needed", "option-needed", "not-representable")
 """Errors of an input that may be whole nonetheless: nobody here knows what model it is."""
 
 
