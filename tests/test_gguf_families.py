@@ -23,6 +23,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 FACTORS = {"short_factor": [1.0, 1.25], "long_factor": [2.0, 3.5]}
 """Of heads of which 4 elements rotate."""
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
+GPT2 = {
+    **dict.fromkeys(("hidden_size", "n_embd", "max_position_embeddings", "n_positions"), 8),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_hidden_layers", "n_layer"), 2),
+}
 GEMMA = {**HEADS, "query_pre_attn_scalar": 8, "sliding_window": 7}
 CASES = [
     pytest.param("phi3", {**HEADS, "partial_rotary_factor": 0.5, "sliding_window": 7}, id="phi3"),
@@ -135,8 +139,7 @@ def test_longrope_without_a_factor_for_each_frequency_is_refused(found: Any, tmp
 @pytest.mark.parametrize(
     ("family", "keys", "words"),
     [
-        ("gpt2", {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "activation_function": "gelu"},
-         ("mlp.activation", "'gelu'", "gpt2")),
+        ("gpt2", {**GPT2, "activation_function": "gelu"}, ("mlp.activation", "'gelu'", "gpt2")),
         ("qwen2", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                     "original_max_position_embeddings": 32}}, ("rope scaling 'llama3'", "linear, yarn")),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ("rope scaling 'longrope'", "llama3, linear, yarn")),
