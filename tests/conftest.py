@@ -1,5 +1,6 @@
 """Shared by all tests: where the fixtures are, and small models to convert."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,51 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("same")
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+GRIDS = {
+    "tests/formats/test_commit.py::test_a_commit_killed_before_any_step_leaves_one_of_the_two_outputs": 2,
+    "tests/test_chains.py::test_a_chain_of_conversions_comes_back_bit_for_bit": 3,
+    "tests/test_encoders.py::test_a_bert_of_megatron_computes_the_same_at_another_layout": 3,
+    "tests/test_families.py::test_there_and_elsewhere_and_back_every_bit_is_the_same": 2,
+    "tests/test_oracles.py::test_a_checkpoint_of_megatron_computes_the_same_at_another_layout": 3,
+    "tests/test_oracles.py::test_megatron_loads_torch_dist_strictly_and_computes_the_same": 3,
+    "tests/test_oracles.py::test_the_way_back_gives_the_same_model": 2,
+    "tests/test_oracles.py::test_the_way_back_needs_nothing_but_the_rank_files": 2,
+    "tests/test_oracles.py::test_what_a_variant_is_there_to_prove_moves_its_logits": 2,
+    "tests/test_savers.py::test_what_is_written_verifies_or_is_refused": 2,
+    "tests/test_write_errors.py::test_an_error_at_any_call_leaves_the_target_as_it_was": 2,
+    "tests/test_write_errors.py::test_an_error_at_any_other_call_ends_the_run_or_is_survived_and_leaves_nothing": 2,
+    "tests/trainer/inference/test_engine_model.py::test_sharded_models_generate_what_transformers_does": 2,
+    "tests/trainer/inference/test_weights.py::test_tensors_are_those_of_the_file": 3,
+    "tests/trainer/loop/test_megatron_loads.py::test_megatron_core_loads_weights_and_optimizer_strictly": 3,
+    "tests/trainer/loop/test_muon_runs.py::test_a_stopped_run_goes_on_to_the_same_bits": 3,
+    "tests/trainer/loop/test_runs.py::test_a_shared_optimizer_comes_back_with_every_bit": 4,
+    "tests/trainer/parallel/test_bert.py::test_ten_steps_at_a_layout_are_megatron_cores_in_one_process": 3,
+    "tests/trainer/parallel/test_context.py::test_a_layout_trains_as_one_process_does": 3,
+    "tests/trainer/parallel/test_drawn_layouts.py::test_a_layout_drawn_by_chance_computes_what_one_process_does": 3,
+    "tests/trainer/parallel/test_fp8.py::test_a_model_learns_in_fp8_as_in_any_rounding_of_its_precision": 2,
+    "tests/trainer/parallel/test_further_tokens.py::test_rank_files_of_several_stages_hold_what_the_format_without_stages_does": 2,
+    "tests/trainer/parallel/test_layouts.py::test_a_layout_trains_as_one_process_does": 3,
+    "tests/trainer/parallel/test_mixtures.py::test_ten_steps_at_a_layout_are_megatron_cores_in_one_process": 3,
+    "tests/trainer/parallel/test_preference.py::test_ten_steps_are_those_of_plain_torch": 2,
+    "tests/trainer/parallel/test_qk_clip.py::test_every_layout_clips_as_one_process_does": 2,
+    "tests/trainer/planning/test_planning.py::test_bytes_of_communication_are_those_that_a_step_hands_over": 3,
+    "tests/trainer/planning/test_planning.py::test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run": 2,
+}
+"""Of expensive grids, which case runs in `make test`: every second, every third; the others are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        grid = item.nodeid.partition("[")[0]
+        if grid not in GRIDS or item.get_closest_marker("slow"):
+            continue
+        if seen[grid] % GRIDS[grid]:
+            item.add_marker(pytest.mark.slow)
+        seen[grid] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -258,6 +258,7 @@ def test_optimizer_state_is_refused_and_can_be_left_behind(qwen: Path, tmp_path:
     assert outcome.status == 0, outcome.err
 
 
+@pytest.mark.slow
 def test_the_trainer_refuses_what_it_cannot_compute(qwen: Path) -> None:
     with pytest.raises(NotExpressible, match="sees or hears, and there is code for language models alone"):
         find_start(make_settings({"load": str(qwen / "core")}), finetune=True)

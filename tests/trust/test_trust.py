@@ -31,7 +31,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def test_conversions_that_are_killed_leave_the_old_output_or_the_new_one_and_can_be_repeated(
     attack: Callable[..., str],
 ) -> None:
-    attack(kills=49)
+    attack(kills=25)
 
 
 def test_conversions_in_which_a_system_call_fails_leave_the_old_output_or_the_new_one(
@@ -44,11 +44,11 @@ def test_conversions_in_which_a_system_call_fails_leave_the_old_output_or_the_ne
 
 
 def test_damage_to_a_checkpoint_is_noticed_or_harmless(attack: Callable[..., str]) -> None:
-    attack(mutations=100)
+    attack(mutations=50)
 
 
 def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(attack: Callable[..., str]) -> None:
-    attack(pickles=60, archives=30, files=60)
+    attack(pickles=30, archives=15, files=30)
 
 
 def test_a_source_that_changes_while_it_is_read_gives_no_mixture(attack: Callable[..., str]) -> None:
@@ -56,7 +56,7 @@ def test_a_source_that_changes_while_it_is_read_gives_no_mixture(attack: Callabl
 
 
 def test_parsers_raise_nothing_but_their_own_errors(attack: Callable[..., str]) -> None:
-    attack(fuzz=4000)
+    attack(fuzz=2000)
 
 
 @pytest.mark.slow

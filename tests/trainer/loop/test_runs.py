@@ -92,6 +92,7 @@ def test_a_shared_optimizer_comes_back_with_every_bit(how: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_delayed_scales_of_fp8_go_on_where_a_run_stopped(form: str, tmp_path: Path) -> None:
     """Of the layers of both stages; at another number of stages, where each matrix is whole as before, too."""
     words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --ckpt-format {form}"
@@ -186,6 +187,7 @@ def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_pa
         pytest.param(2, {f"mp_rank_{tp:02}_{ep:03}" for tp in (0, 1) for ep in (0, 1)}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path, etp: int, ranks: set[str]) -> None:
     """The whole run is saved in one format, the parts in the other: a file for each rank that holds the first copy of experts."""
     words = f"--tp 2 --ep 2 --etp {etp} --sequence-parallel --use-distributed-optimizer --bf16"

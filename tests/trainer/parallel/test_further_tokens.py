@@ -62,6 +62,7 @@ def test_every_layout_trains_as_one_process_does(case: Case, world: World) -> No
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path: Path) -> None:
     flags = f"pretrain {TIED} --train-iters 2 --pipeline-model-parallel-size 2 --save ckpt"
     launch_and_wait(tmp_path / "straight", 2, flags)

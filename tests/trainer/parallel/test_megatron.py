@@ -33,6 +33,7 @@ BIAS_RATE = 1e-3
 """Core moves the biases of experts by this much in each step where nobody says otherwise (moe_router_bias_update_rate)."""
 
 
+@pytest.mark.slow
 def test_ten_steps_are_those_of_megatron_core(tmp_path: Path) -> None:
     tokens = torch.randint(VOCAB, (STEPS, 4, 2, 33), generator=torch.Generator().manual_seed(8))
     for model, variant in MODELS.items():
