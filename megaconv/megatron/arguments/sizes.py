@@ -183,7 +183,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     }
     if attention:
         found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention  # latent attention has q's alone
-    found |= _find_mlp(layers, layout, names) | _find_mamba(layers, layout, names)
+    found |= _find_mlp(layers, layout, args, names) | _find_mamba(layers, layout, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
     if any("norm" in name and name.endswith("bias") and ".indexer." not in name for name in layers[0]):
@@ -266,8 +266,8 @@ def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
                 raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
 
 
-def _find_mlp(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors) -> dict[str, Any]:
-    """Of dense layers; where there are none, nothing shows their width."""
+def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
+    """Of dense layers; where there are none, nothing shows their width, and the arguments alone whether they would be gated."""
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
     widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
     # A gated layer has two rows in its first matrix for every column of its second; where all have experts, a shared one shows it.
@@ -276,7 +276,8 @@ def _find_mlp(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors)
         (layer[up], layer[down]) for up, down in pairs for layer in layers.values() if up in layer and down in layer
     ]
     return ({"mlp.ffn": widths[0]} if widths else {}) | {
-        "mlp.gated": all(first.shape[0] == 2 * second.shape[-1] for first, second in both),
+        "mlp.gated": all(first.shape[0] == 2 * second.shape[-1] for first, second in both)
+        and bool(both or not getattr(args, "squared_relu", False)),
     }
 
 
