@@ -23,6 +23,8 @@ GRIDS = {
     "tests/test_encoders.py::test_a_bert_of_megatron_computes_the_same_at_another_layout": 3,
     "tests/test_families.py::test_there_and_elsewhere_and_back_every_bit_is_the_same": 2,
     "tests/test_oracles.py::test_a_checkpoint_of_megatron_computes_the_same_at_another_layout": 3,
+    "tests/test_hub.py::test_a_model_is_read_from_the_hub": 2,
+    "tests/test_oracles.py::test_megatron_computes_what_transformers_computes": 2,
     "tests/test_oracles.py::test_megatron_loads_torch_dist_strictly_and_computes_the_same": 3,
     "tests/test_oracles.py::test_the_way_back_gives_the_same_model": 2,
     "tests/test_oracles.py::test_the_way_back_needs_nothing_but_the_rank_files": 2,

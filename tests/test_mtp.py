@@ -87,6 +87,7 @@ def further_logits(path: Path, tokens: "torch.Tensor", directory: Path) -> "torc
 @pytest.mark.parametrize(
     "sizes", [pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow), {"tp": 1, "pp": 2, "ep": 2}], ids=str
 )
+@pytest.mark.slow
 def test_megatron_predicts_the_token_after_the_next_as_transformers_modules_do(
     sizes: dict[str, int], model: Path, megatron: Megatron, tmp_path: Path
 ) -> None:

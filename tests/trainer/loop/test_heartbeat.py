@@ -82,6 +82,7 @@ def _stop_at_a_step(victim: int, what: str, rank: int) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_ranks_end_with_the_cause_when_one_is_gone_or_hangs(
     what: str, minutes: float, message: str, tmp_path: Path
 ) -> None:

@@ -243,6 +243,7 @@ def test_a_shared_optimizer_is_the_same_in_both_formats(words: str, tmp_path: Pa
     assert len(prints) == 1
 
 
+@pytest.mark.slow
 def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
     command = f"pretrain {TIED} --train-iters 2 --save ckpt --bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     prints = set()
