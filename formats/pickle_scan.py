@@ -37,6 +37,8 @@ _ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor")}
 """What functions that rebuild arrays and tensors are given."""
 _PICKLES_OF_LEGACY = 5
 """Magic number, protocol, machine, object, names of storages."""
+_MOST_IN_A_ROW = 100_000
+"""No checkpoint has as many, and each takes some microseconds."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,10 @@ def _of_content(data: mmap | bytes, start: int = 0, where: str = "") -> Iterator
         if found.fault or found.end <= offset or (legacy and number == _PICKLES_OF_LEGACY):
             return
         offset = found.end
+        if number == _MOST_IN_A_ROW and offset < len(data):
+            fault = f"more than {_MOST_IN_A_ROW:,} pickles in a row, of which the others were not looked at"
+            yield Pickle(where or f"byte {offset}", {}, fault, offset)
+            return
 
 
 def _behind_header(data: mmap | bytes, start: int) -> int:

@@ -13,15 +13,12 @@ from formats import rank_files
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.regular_files import open_regular
 from megaconv.errors import CheckpointError, CorruptCheckpoint, UnknownFormat, UnsupportedInput
-from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME, WEIGHT_NAMES
 
 _MOST = 1000
 """Entries of a directory that are looked at."""
 _LISTED = 5
 """Of them, those that a message names."""
-
-
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class Kind(NamedTuple):
@@ -86,7 +83,7 @@ DIRECTORIES = (
         incomplete=True,
     ),
     Kind(
-        _WEIGHTS,
+        WEIGHT_NAMES,
         "has weights ({name}) and no config.json, which says what model they are; put the original's there, or give --config ORIGINAL",
         incomplete=True,
     ),
@@ -137,8 +134,10 @@ def refuse_mistaken(path: Path) -> None:
 
 def has_bare_weights(path: Path) -> bool:
     """Whether a directory has a model's weights, and no config.json that says which model."""
-    names = [name for name in (*_WEIGHTS, CONFIG_NAME, "adapter_config.json", "params.json") if (path / name).is_file()]
-    return bool(names) and set(names) <= set(_WEIGHTS)
+    names = [
+        name for name in (*WEIGHT_NAMES, CONFIG_NAME, "adapter_config.json", "params.json") if (path / name).is_file()
+    ]
+    return bool(names) and set(names) <= set(WEIGHT_NAMES)
 
 
 def _file(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError | None:

@@ -4,6 +4,8 @@ import re
 from importlib.metadata import metadata
 from pathlib import Path
 
+from tests.conftest import GRIDS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -21,6 +23,12 @@ def test_the_source_distribution_has_everything_at_the_top() -> None:
         path.name for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.py")) and path.name[0] not in "._"
     }
     assert (tracked | packages) - included == set()
+
+
+def test_grids_that_are_thinned_are_tests_that_there_are() -> None:
+    """A test that is renamed would otherwise run whole again, and nobody would see why everything takes longer."""
+    found = {grid: (ROOT / grid.partition("::")[0]).read_text() for grid in GRIDS}
+    assert [grid for grid, text in found.items() if f"def {grid.partition('::')[2]}(" not in text] == []
 
 
 def test_torch_is_in_no_dependency_but_in_extras() -> None:

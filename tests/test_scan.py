@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from formats.pickle_scan import NAMED, ORDINARY, UNSAFE, scan_pickle
+from formats.pickle_scan import NAMED, ORDINARY, UNSAFE, scan_file, scan_pickle
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import Outcome, run, unchanged
@@ -147,6 +147,16 @@ def test_a_program_is_found_whatever_it_is_wrapped_in(form: str, name: str, tmp_
 def test_text_and_numbers_are_not_taken_for_pickles(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(content)
     assert run("scan", tmp_path).status == 0
+
+
+def test_a_row_of_pickles_without_end_is_a_fault(tmp_path: Path) -> None:
+    """A file of a gigabyte would otherwise take an hour."""
+    for name, one in (("marked.bin", b"\x80\2N."), ("unmarked.bin", b"N.")):
+        (tmp_path / name).write_bytes(one * 100_001)
+        *_, last = scan_file(tmp_path / name)
+        assert last.fault == "more than 100,000 pickles in a row, of which the others were not looked at"
+        (tmp_path / name).write_bytes(one * 100_000)
+        assert not any(found.fault for found in scan_file(tmp_path / name))
 
 
 def test_what_is_compressed_is_said_not_to_have_been_looked_at(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from formats.tensor import LazyTensor
 from megaconv.engine.assembled import Placed, assemble
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
+from megaconv.families.parts.keys import WEIGHT_NAMES
 from megaconv.model.check import listing, same_names
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -24,8 +25,6 @@ from megaconv.model.table import canonical_shapes
 
 _log = logging.getLogger("megaconv")
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""In the order in which transformers looks for them."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 """All experts of a layer in one tensor, as transformers 5 holds them, or (Qwen 3 VL's on the Hub) each transposed."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -38,12 +37,12 @@ def is_weights(path: Path) -> bool:
 
 def has_weights(path: Path) -> bool:
     """Whether a directory has weights by one of the names that transformers looks for."""
-    return any((path / name).is_file() for name in _WEIGHTS)
+    return any((path / name).is_file() for name in WEIGHT_NAMES)
 
 
 def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
     """The file of a Hugging Face directory that was decisive, and every tensor by its name."""
-    for name in _WEIGHTS:
+    for name in WEIGHT_NAMES:
         weights = path / name
         if not weights.is_file():
             continue
@@ -51,7 +50,7 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
             return weights, read_sharded(weights)
         return weights, read_file(weights)
     raise CorruptCheckpoint(
-        f"{path}: has a config.json but no weights; expected one of {', '.join(_WEIGHTS)}", code="missing-file"
+        f"{path}: has a config.json but no weights; expected one of {', '.join(WEIGHT_NAMES)}", code="missing-file"
     )
 
 

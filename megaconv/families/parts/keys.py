@@ -16,6 +16,13 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import from_fields, require_kept
 
 CONFIG_NAME = "config.json"
+WEIGHT_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""In the order in which transformers looks for them beside it."""
 
 Raw = Mapping[str, Any]
 Fields = Mapping[str, Any]

@@ -240,12 +240,12 @@ def _experts(args: Namespace) -> dict[str, Any]:
 
 def _check_groups(given: Mapping[str, Any]) -> None:
     """Megatron ranks a group by its moe_router_topk // moe_router_group_topk best experts, all model families by its best two."""
-    chosen = given.get("experts.group_topk")
-    best = given.get("experts.per_token", 0) // chosen if chosen else RANKED_BY
+    chosen, per_token = given.get("experts.group_topk"), given.get("experts.per_token", 0)
+    best = per_token // chosen if chosen else RANKED_BY
     if given.get("experts.groups", 1) > 1 and best != RANKED_BY:
         raise UnknownFamily(
-            f"the checkpoint chooses {given['experts.per_token']} experts (moe_router_topk) of {chosen} groups "
-            f"(moe_router_group_topk): Megatron then ranks a group by its best {best}, all supported model families by its best {RANKED_BY}"
+            f"the checkpoint chooses {per_token} experts (moe_router_topk) of {chosen} groups (moe_router_group_topk): "
+            f"Megatron then ranks a group by its best {best}, all supported model families by its best {RANKED_BY}"
         )
 
 

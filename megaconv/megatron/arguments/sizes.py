@@ -275,10 +275,9 @@ def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, na
     both = [
         (layer[up], layer[down]) for up, down in pairs for layer in layers.values() if up in layer and down in layer
     ]
-    return ({"mlp.ffn": widths[0]} if widths else {}) | {
-        "mlp.gated": all(first.shape[0] == 2 * second.shape[-1] for first, second in both)
-        and bool(both or not getattr(args, "squared_relu", False)),
-    }
+    shown = all(first.shape[0] == 2 * second.shape[-1] for first, second in both)
+    gated = shown if both else not getattr(args, "squared_relu", False)
+    return ({"mlp.ffn": widths[0]} if widths else {}) | {"mlp.gated": gated}
 
 
 def _find_relative(first: Weights) -> dict[str, Any]:
