@@ -71,7 +71,7 @@ def rank(given: Namespace) -> list[dict[str, float]]:
     grid = make_grid(Layout(stage_layers=(given.layers,)), given.ranks, torch.device("cpu"))
     engine = Engine(config, grid, ModelOptions("bfloat16", vocab_divisor=1), OptimizerOptions(distributed=True))
     init_weights(engine, 0.02, 0)
-    groups = param_groups(Settings(), Progress(), (1e-3, 0.1))
+    groups = param_groups(Settings(), Progress(), (1e-3, 0.1, None))
     common = {"args": Namespace(), "iteration": 1, "optimizer": {"optimizer": {"param_groups": groups}}}
     take = rank_snapshot if given.format == "torch" else dist_snapshot
     with tempfile.TemporaryDirectory(dir=given.directory) as place:

@@ -14,7 +14,7 @@ from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.fp8 import check_device, delayed_products
 from megatron_lite.models.lora.attached import attach, check_targets
-from megatron_lite.models.moe.balance import Balance, Step, tokens_by_layer
+from megatron_lite.models.moe.balance import Balance, Step, mean_losses, tokens_by_layer
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.network import Network
 from megatron_lite.models.networks import network
@@ -179,10 +179,11 @@ class Engine:
         lr: float,
         weight_decay: float = 0.0,
         signals: Sequence[float] = (),
+        decoupled_lr: float | None = None,
     ) -> StepReport:
         """Forward, backward, reduce, clip, update. microbatches: this data-parallel rank's, all of the same shape.
 
-        signals: any numbers, summed over all ranks in passing (a request to stop, say).
+        signals: any numbers, summed over all ranks in passing (a request to stop, say). decoupled_lr: of embedding and head.
         """
         optimizer, layout = self.optimizer, self.grid.layout
         assert optimizer is not None, "the engine was made for evaluation"
@@ -220,7 +221,8 @@ class Engine:
         if not skipped:
             clip = optimizer.options.qk_clip
             rows = {} if scores is None or clip is None else scores.row_factors(clip)
-            optimizer.step(lr, weight_decay, factor * clip_factor(norm, optimizer.options.clip_grad), rows)
+            factor *= clip_factor(norm, optimizer.options.clip_grad)
+            optimizer.step(lr, weight_decay, factor, rows, decoupled_lr)
         end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
         self.step += 1
         means = {
@@ -248,13 +250,7 @@ class Engine:
 
     def balancing_losses(self) -> dict[str, dict[int, float]]:
         """Of the last step by name and layer, before coefficients: the mean over this rank's microbatches, its tokens' share."""
-        sums: dict[str, dict[int, float]] = {}
-        for balance in self._balances:
-            for (name, layer), value in balance.logged.items():
-                layers = sums.setdefault(name, {})
-                layers[layer] = layers.get(layer, 0.0) + float(value)
-        microbatches = len(self._balances)
-        return {name: {layer: value / microbatches for layer, value in layers.items()} for name, layers in sums.items()}
+        return mean_losses(self._balances)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
         """By the names of losses (sum, tokens or pairs that count), over all data-parallel ranks; the same on every rank."""

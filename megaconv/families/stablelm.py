@@ -1,4 +1,8 @@
-"""StableLM 1.6B, 3B: Llama with LayerNorm, of whose heads a quarter rotates."""
+"""StableLM 1.6B, 3B: Llama with LayerNorm, of whose heads a quarter rotates.
+
+Megatron-LM's own script for Llama 3 8B trains such a model: LayerNorm, and one that multiplies with its weight + 1, for which
+config.json has no key, so that it goes from Megatron to Megatron alone.
+"""
 
 from megaconv.families import Family
 from megaconv.families.llama import IGNORED
@@ -27,5 +31,5 @@ _ONLY = {**SILU, "use_parallel_residual": False, "qk_layernorm": False}
 
 FAMILY = Family(
     "stablelm", ("StableLmForCausalLM",), "stablelm", in_core(with_norm_biases(LLAMA_ROWS)), keys=_KEYS,
-    fixed=LLAMA_LIKE | LAYER_NORM, only=_ONLY, ignored=IGNORED, recognized=f"{DENSE} norm_bias silu gated !zero_centered",
+    fixed=LLAMA_LIKE | LAYER_NORM, only=_ONLY, ignored=IGNORED, recognized=f"{DENSE} norm_bias silu gated",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from formats import rank_files
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
 from megaconv.families import family
-from megaconv.megatron.arguments.param_groups import is_expert
+from megaconv.megatron.arguments.param_groups import Class, class_of, is_expert
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import core_naming
@@ -201,10 +201,15 @@ def _optimizer_state(
 
     groups: common_state's optimizer. listed: parameters in the order of the model.
     """
-    by_group: list[list[Name]] = [[], []]
+    by_class = {
+        Class(group["wd_mult"] != 0, not group["default_config"]): (group, list[Name]())
+        for group in groups["optimizer"]["param_groups"]
+    }
+    decoupled = any(each.decoupled for each in by_class)
     for chunk, name in listed:
-        by_group[name.endswith(".bias") or len(models[chunk][name].placeholder.shape) == 1].append((chunk, name))
-    used = [pair for pair in zip(groups["optimizer"]["param_groups"], by_group, strict=True) if pair[1]]
+        its_class = class_of(name, models[chunk][name].placeholder.shape, decoupled=decoupled)
+        by_class[its_class][1].append((chunk, name))
+    used = [(group, keys) for group, keys in by_class.values() if keys]
     by_group = [keys for _, keys in used]
     numbers = {key: number for number, key in enumerate(key for group in by_group for key in group)}
     param_groups = [{**group, "params": [numbers[key] for key in keys]} for group, keys in used]

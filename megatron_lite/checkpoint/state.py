@@ -11,12 +11,16 @@ from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
+from megaconv.megatron.arguments.param_groups import write_group, write_order
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
-from megaconv.model.training import TrainingState
+from megaconv.model.training import ParamGroup, TrainingState
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
+
+Rates = tuple[float, float, float | None]
+"""Learning rate, weight decay, and the rate of embedding and head where they have one of their own."""
 
 OURS = "megatron_lite"
 """The key of what only we need, to go on with the same bits."""
@@ -43,9 +47,9 @@ class Progress:
 
 def common_state(
     settings: Settings, config: ModelConfig, sizes: Sizes, dropouts: Mapping[str, float], progress: Progress,
-    scheduler: Mapping[str, Any], rates: tuple[float, float], *, with_optimizer: bool,
+    scheduler: Mapping[str, Any], rates: Rates, *, with_optimizer: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The keys of common.pt, and of every rank file but for its tensors. rates: learning rate and weight decay now."""
+    """The keys of common.pt, and of every rank file but for its tensors. rates: those of now."""
     import torch
 
     divisor, layout = settings.model.make_vocab_size_divisible_by, sizes.layout
@@ -99,9 +103,9 @@ def _plain_settings(settings: Settings) -> dict[str, Any]:
     }
 
 
-def param_groups(settings: Settings, progress: Progress, rates: tuple[float, float]) -> list[dict[str, Any]]:
-    """The two groups that Megatron has: with weight decay, and without (norms and biases)."""
-    lr, decay = rates
+def param_groups(settings: Settings, progress: Progress, rates: Rates) -> list[dict[str, Any]]:
+    """Those that Megatron has: with weight decay, without (norms and biases), and of embedding and head alone."""
+    lr, decay, decoupled_lr = rates
     chosen = settings.optimizer
     own: dict[str, Any] = {
         "bias_correction": True, "betas": (chosen.adam_beta1, chosen.adam_beta2), "eps": chosen.adam_eps
@@ -110,14 +114,16 @@ def param_groups(settings: Settings, progress: Progress, rates: tuple[float, flo
         own |= {"momentum": chosen.muon_momentum, "nesterov": chosen.muon_use_nesterov}
     if chosen.kind == "sgd":
         own = {"momentum": chosen.sgd_momentum, "dampening": 0.0, "nesterov": False}
-    shared = {
-        "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": chosen.lr, "min_lr": chosen.min_lr, "lr": lr,
-        "step": progress.updates, **own,
-    }  # fmt: skip
-    return [
-        {"is_expert_parallel": False, "default_config": True, "wd_mult": wd_mult, **shared, "weight_decay": decay * wd_mult}
+    own |= {"max_lr": chosen.lr, "min_lr": chosen.min_lr, "lr": lr}
+    groups = [
+        ParamGroup(wd_mult, 1.0, decoupled_lr=False, settings={**own, "weight_decay": decay * wd_mult})
         for wd_mult in (1.0, 0.0)
-    ]  # fmt: skip
+    ]
+    if decoupled_lr is not None:
+        lowest = chosen.min_lr if chosen.decoupled_min_lr is None else chosen.decoupled_min_lr
+        own |= {"max_lr": chosen.decoupled_lr, "min_lr": lowest, "lr": decoupled_lr, "weight_decay": decay}
+        groups.append(ParamGroup(1.0, 1.0, decoupled_lr=True, settings=own))
+    return [write_group(groups[index], expert=False, step=progress.updates) for index in write_order(groups)]
 
 
 def _grad_scaler(config: ModelConfig, progress: Progress) -> dict[str, Any]:

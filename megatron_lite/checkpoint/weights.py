@@ -92,14 +92,16 @@ def initial_weights(config: ModelConfig, std: float, seed: int) -> dict[str, Laz
     """By canonical name; see init_weights."""
     shapes = canonical_shapes(family(config.family).rows, config)
     residual = std / math.sqrt(2 * config.layer_count)
-    return {name: _initial(name, shape, std, residual, seed) for name, shape in shapes.items()}
+    one = 0.0 if config.norm.zero_centered else 1.0
+    return {name: _initial(name, shape, std, residual, one, seed) for name, shape in shapes.items()}
 
 
-def _initial(name: str, shape: Shape, std: float, residual: float, seed: int) -> LazyTensor:
+def _initial(name: str, shape: Shape, std: float, residual: float, one: float, seed: int) -> LazyTensor:
+    """one: the weight of a norm that multiplies with 1."""
     if name.endswith("bias"):
         return RandomTensor(shape, mean=0.0, std=0.0, seed=0)
     if "norm" in name:
-        return RandomTensor(shape, mean=1.0, std=0.0, seed=0)
+        return RandomTensor(shape, mean=one, std=0.0, seed=0)
     onto_residual = re.search(r"\.(o|down)\.weight$", name) is not None
     return RandomTensor(shape, mean=0.0, std=residual if onto_residual else std, seed=mix(seed, *name.encode()))
 

@@ -27,7 +27,7 @@ from megatron_lite.loop.inputs import make_datasets, make_tokenizer
 from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, peak_tflops
 from megatron_lite.loop.node import once_a_node
-from megatron_lite.loop.schedule import learning_rate, weight_decay
+from megatron_lite.loop.schedule import make_schedule
 from megatron_lite.loop.train import Run, evaluations, total_samples
 from megatron_lite.models.plan import check_computed
 from megatron_lite.parallel.grid import make_grid
@@ -73,8 +73,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     settings, packed = finetuning.with_epochs(settings, sizes, examples, place.say)
     settings = settings if learned is None else learned.with_epochs(settings, sizes, place.say)
     _check_savable(settings, config, sizes.layout)
-    rate = learning_rate(settings.optimizer, settings.training, sizes.batch.full)
-    decay = weight_decay(settings.optimizer, total_samples(settings, sizes))
+    samples = total_samples(settings, sizes)
+    schedule = make_schedule(settings.optimizer, settings.training, sizes.batch.full, samples)
     progress = start.progress if start is not None else Progress()
     progress = adapters.progress if adapters is not None else progress
     counts = _sample_counts(settings, sizes, progress)
@@ -104,7 +104,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     meter = Meter(flops, place.world, peak, total_samples(settings, sizes, progress))
     saver = _saver(settings, place, config, tokenizer, start)
     run = Run(
-        settings, config, sizes, dropouts, place, engine, datasets, tokenizer.vocab_size, rate, decay, meter, saver, sinks, Stop(),
+        settings, config, sizes, dropouts, place, engine, datasets, tokenizer.vocab_size, schedule, meter, saver, sinks, Stop(),
         progress=progress, exam=None if learned is None else learned.exam(settings, tokenizer, sizes),
     )  # fmt: skip
     run.saved = run.progress.iteration or None

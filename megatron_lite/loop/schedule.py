@@ -4,9 +4,9 @@ Formulas and conventions are Megatron-LM's (megatron/core/optimizer_param_schedu
 that came before it, and a step that was skipped doesn't count.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import cos, pi, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Optimizer, Training
@@ -70,6 +70,58 @@ class WeightDecay:
         )
 
 
+class Rates(NamedTuple):
+    """Of one step."""
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: float | None
+    """Of the embedding and the head; None: lr."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Of a run."""
+
+    rate: LearningRate
+    decay: WeightDecay
+    decoupled: LearningRate | None = None
+    """Of the embedding and the head, where they have one of their own."""
+
+    def at(self, samples: int) -> Rates:
+        decoupled = None if self.decoupled is None else self.decoupled.at(samples)
+        return Rates(self.rate.at(samples), self.decay.at(samples), decoupled)
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """As Megatron's OptimizerParamScheduler writes it into checkpoints."""
+        rate, decay = self.rate, self.decay
+        return {
+            "max_lr": rate.highest, "lr_warmup_steps": rate.warmup, "num_steps": samples, "lr_decay_style": rate.style,
+            "lr_decay_steps": rate.decay, "min_lr": rate.lowest, "start_wd": decay.start, "end_wd": decay.end,
+            "wd_incr_style": decay.style, "wd_incr_steps": decay.samples,
+        }  # fmt: skip
+
+
+def make_schedule(optimizer: Optimizer, training: Training, batch: int, samples: int) -> Schedule:
+    """batch: the full global batch size. samples: of the whole run. Raises UsageError."""
+    rate = learning_rate(optimizer, training, batch)
+    return Schedule(rate, weight_decay(optimizer, samples), decoupled_learning_rate(optimizer, rate))
+
+
+def decoupled_learning_rate(optimizer: Optimizer, rate: LearningRate) -> LearningRate | None:
+    """rate: of all others, whose form it has. Raises UsageError for a lowest rate that is above it, or stands alone."""
+    highest, lowest = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if highest is None:
+        if lowest is not None:
+            raise UsageError("--decoupled-min-lr needs --decoupled-lr")
+        return None
+    lowest = rate.lowest if lowest is None else lowest
+    if not 0 <= lowest <= highest:
+        name = "--min-lr" if optimizer.decoupled_min_lr is None else "--decoupled-min-lr"
+        raise UsageError(f"{name} {lowest:g} has to lie between 0 and --decoupled-lr {highest:g}")
+    return replace(rate, highest=highest, lowest=lowest)
+
+
 def learning_rate(optimizer: Optimizer, training: Training, batch: int) -> LearningRate:
     """batch: the full global batch size. Raises UsageError for lengths that contradict each other."""
     if optimizer.lr is None or not 0 <= optimizer.min_lr <= optimizer.lr:
@@ -115,12 +167,3 @@ def weight_decay(optimizer: Optimizer, samples: int) -> WeightDecay:
             f"--end-weight-decay, the second not smaller; found {start} and {end}"
         )
     return WeightDecay(start, end, samples, optimizer.weight_decay_incr_style)
-
-
-def scheduler_state(rate: LearningRate, decay: WeightDecay, samples: int) -> dict[str, Any]:
-    """As Megatron's OptimizerParamScheduler writes it into checkpoints."""
-    return {
-        "max_lr": rate.highest, "lr_warmup_steps": rate.warmup, "num_steps": samples, "lr_decay_style": rate.style,
-        "lr_decay_steps": rate.decay, "min_lr": rate.lowest, "start_wd": decay.start, "end_wd": decay.end,
-        "wd_incr_style": decay.style, "wd_incr_steps": decay.samples,
-    }  # fmt: skip

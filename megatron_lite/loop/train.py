@@ -29,7 +29,7 @@ from megatron_lite.loop.launch import Place, Stop
 from megatron_lite.loop.log import METRICS, Meter, Sink, further, line
 from megatron_lite.loop.model_types import Feeder, ModelType, type_of
 from megatron_lite.loop.profiling import make_profile
-from megatron_lite.loop.schedule import LearningRate, WeightDecay, scheduler_state
+from megatron_lite.loop.schedule import Rates, Schedule
 from megatron_lite.loop.tasks import TASKS, Exam
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
@@ -49,8 +49,7 @@ class Run:
     """For training, evaluation, test."""
     vocab: int
     """Of the tokenizer."""
-    rate: LearningRate
-    decay: WeightDecay
+    schedule: Schedule
     meter: Meter
     saver: Saver | None
     sinks: list[Sink]
@@ -137,17 +136,20 @@ def train(run: Run) -> None:
             f"nothing left: the run has made its {run.progress.iteration} steps, {run.progress.consumed_samples} samples"
         )
     for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
-        lr, decay = run.rate.at(run.scheduled), run.decay.at(run.scheduled)
+        rates = run.schedule.at(run.scheduled)
         time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
         profile.after(run.progress.iteration)
-        report = run.engine.train_step(feeder.microbatches(batch), lr, decay, (run.stop.requested, time_is_up))
+        signals = (run.stop.requested, time_is_up)
+        report = run.engine.train_step(
+            feeder.microbatches(batch), rates.lr, rates.weight_decay, signals, rates.decoupled_lr
+        )
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
         if run.place.heartbeat is not None:
             run.place.heartbeat.step(run.progress.iteration)
         garbage.after(run.progress.iteration)
         _check_replicas(run)
-        _log(run, report, lr, last=consumed == steps[-1][0])
+        _log(run, report, rates, last=consumed == steps[-1][0])
         if run.saver is not None:
             run.saver.check()
         why = _reason_to_end(run, report)
@@ -218,7 +220,7 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         run.interval.append(report)
 
 
-def _log(run: Run, report: StepReport, lr: float, *, last: bool) -> None:
+def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
     """Each --log-interval steps; the last one always, so that a short run says something."""
     due = last or run.progress.iteration % run.settings.logging.log_interval == 0
     if run.place.rank or not due:
@@ -229,7 +231,7 @@ def _log(run: Run, report: StepReport, lr: float, *, last: bool) -> None:
         "consumed_samples": run.progress.consumed_samples,
         "loss": mean(each.loss for each in steps),
         "grad_norm": report.grad_norm,
-        "learning_rate": lr,
+        "learning_rate": rates.lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
         "loss_scale": report.loss_scale,
         "skipped": run.skipped,
@@ -366,13 +368,12 @@ def _snapshot(run: Run) -> Snapshot:
     """Of all weights."""
     saving, progress = run.settings.checkpointing, run.progress
     samples = run.scheduled
-    rates = run.rate.at(samples), run.decay.at(samples)
     with_optimizer = not saving.no_save_optim
     largest = amax.histories(run.engine)
     if largest and progress.engine is not None:
         progress = replace(progress, engine={**progress.engine, amax.AMAX: largest})
     common = common_state(
-        run.settings, run.config, run.sizes, run.dropouts, progress, scheduler_state(run.rate, run.decay, samples), rates,
+        run.settings, run.config, run.sizes, run.dropouts, progress, run.schedule.state(samples), run.schedule.at(samples),
         with_optimizer=with_optimizer,
     )  # fmt: skip
     take = dist_snapshot if saving.ckpt_format == "torch_dist" else rank_snapshot

@@ -29,7 +29,7 @@ from megatron_lite.models.rng import POOLED, At, Seed
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.kinds import Kind
 from megatron_lite.parallel.payload import Payload
-from megatron_lite.parallel.tensor import Norm, TensorGroup
+from megatron_lite.parallel.tensor import Norm, NormOptions, TensorGroup
 
 SWAPPED = "sop_loss"
 """Sentence order prediction, by Megatron's word."""
@@ -57,7 +57,7 @@ class Transform(nn.Module):
         super().__init__()
         config = plan.config
         self.dense = Dense(config.hidden, config.hidden)
-        self.layer_norm = Norm(config.hidden, config.norm.epsilon, with_bias=True)
+        self.layer_norm = Norm(config.hidden, NormOptions(config.norm.epsilon, with_bias=True))
         self.activate = ACTIVATIONS[config.head.activation]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -29,8 +29,7 @@ class Stack(nn.Module):
         super().__init__()
         self.recompute, normed = plan.options.recompute, ends and plan.config.norm.final
         self.layers = nn.ModuleList(layers)
-        norm = (plan.config.hidden, plan.config.norm.epsilon)
-        self.final_layernorm = Norm(*norm, with_bias=plan.norm_bias) if normed else None
+        self.final_layernorm = Norm(plan.config.hidden, plan.norm) if normed else None
         if plan.options.compile:
             for layer in self.layers:
                 setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010  # so that hooks stay outside

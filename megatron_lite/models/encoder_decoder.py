@@ -37,7 +37,7 @@ class CrossLayer(Residual):
             rng.At(layer, place) for place in (rng.AFTER_ATTENTION, rng.AFTER_CROSS_ATTENTION, rng.AFTER_MLP)
         )
         self.self_attention = SelfAttention(plan, layer)
-        self.pre_cross_attn_layernorm = Norm(plan.config.hidden, plan.config.norm.epsilon, with_bias=plan.norm_bias)
+        self.pre_cross_attn_layernorm = Norm(plan.config.hidden, plan.norm)
         self.cross_attention = CrossAttention(plan, layer)
         self.mlp = MLP(plan)
 

@@ -60,9 +60,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def _up(plan: Plan, rank: int, out: int) -> NormColumnLinear:
-        return NormColumnLinear(
-            rank, out, plan.config.norm.epsilon, plan.ranks, norm_bias=False, bias=False, keep=plan.keep
-        )
+        return NormColumnLinear(rank, out, plan.norm_of_heads, plan.ranks, bias=False, keep=plan.keep)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden]."""

@@ -36,12 +36,12 @@ class Layer(Residual):
         super().__init__()
         self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
         self.after_attention, self.after_mlp = rng.At(layer, rng.AFTER_ATTENTION), rng.At(layer, rng.AFTER_MLP)
-        kind, norm = plan.kind(layer), plan.config.norm
+        kind = plan.kind(layer)
         latent = plan.config.latent.kv_rank > 0
-        self.input_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if latent else None
+        self.input_layernorm = Norm(plan.config.hidden, plan.norm) if latent else None
         self.self_attention = MIXERS[("latent " if latent else "") + kind.mixer](plan, layer)
         mixture = kind.mlp == "experts"
-        self.pre_mlp_layernorm = Norm(plan.config.hidden, norm.epsilon, with_bias=plan.norm_bias) if mixture else None
+        self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm) if mixture else None
         self.mlp = Mixture(plan, layer) if mixture else MLP(plan)
         use_fp8(self, plan, layer)
 

@@ -68,8 +68,8 @@ class MLP(nn.Module):
         config, ffn = plan.config, plan.sizes["ffn"]
         self.keep, self.shape = plan.keep, config.mlp
         self.linear_fc1 = NormColumnLinear(
-            config.hidden, ffn * (2 if config.mlp.gated else 1), config.norm.epsilon, plan.ranks,
-            norm_bias=plan.norm_bias, bias=config.mlp.bias, keep=plan.keep,
+            config.hidden, ffn * (2 if config.mlp.gated else 1), plan.norm, plan.ranks,
+            bias=config.mlp.bias, keep=plan.keep,
         )  # fmt: skip
         self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=config.mlp.bias)
 

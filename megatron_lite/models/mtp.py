@@ -39,7 +39,7 @@ class PredictionLayer(nn.Module):
         super().__init__()
 
         def norm() -> Norm:
-            return Norm(plan.config.hidden, plan.config.norm.epsilon, with_bias=plan.norm_bias)
+            return Norm(plan.config.hidden, plan.norm)
 
         self.enorm, self.hnorm, self.eh_proj = norm(), norm(), Join(plan)
         self.transformer_layer = Layer(plan, plan.config.layer_count + depth)

@@ -12,7 +12,7 @@ from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import LayerKind
 from megatron_lite.models import recompute
-from megatron_lite.parallel.tensor import Keep, TensorGroup
+from megatron_lite.parallel.tensor import Keep, NormOptions, TensorGroup
 from megatron_lite.settings.options import ModelOptions
 
 
@@ -46,8 +46,14 @@ class Plan:
         return self.config.layers[min(layer, self.config.layer_count - 1)]
 
     @property
-    def norm_bias(self) -> bool:
-        return self.config.norm.kind == "LayerNorm"
+    def norm(self) -> NormOptions:
+        norm = self.config.norm
+        return NormOptions(norm.epsilon, norm.kind == "LayerNorm", norm.zero_centered)
+
+    @property
+    def norm_of_heads(self) -> NormOptions:
+        """Of queries, keys and latents: without biases."""
+        return self.norm._replace(with_bias=False)
 
     @property
     def keep(self) -> Keep:
@@ -56,15 +62,14 @@ class Plan:
 
 TRAINED = (
     "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
-    "jais2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2",
+    "jais2", "llama", "mistral", "mixtral", "nemotron", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
 NETWORKS_OF_THEIR_OWN = ("bert", "t5")
 """Families that it isn't: megatron_lite.models.networks."""
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
-    "zero_centered": "norms that multiply with their weight + 1",
     "output_norm": "norms after its sublayers, not before them",
     "sandwich_norm": "norms after its sublayers, too",
     "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",

@@ -37,12 +37,12 @@ class SelfAttention(nn.Module):
         self.window, self.rotates = plan.kind(layer).window, plan.kind(layer).rotates
         self.interleaved = config.positions.interleaved
         self.linear_qkv = NormColumnLinear(
-            config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, config.norm.epsilon, plan.ranks,
-            norm_bias=plan.norm_bias, bias=config.attention.qkv_bias, keep=plan.keep,
+            config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, plan.norm, plan.ranks,
+            bias=config.attention.qkv_bias, keep=plan.keep,
         )  # fmt: skip
-        norm = (config.attention.head_dim, config.norm.epsilon)
-        self.q_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
-        self.k_layernorm = Norm(*norm, with_bias=False, kind=Kind.OF_HEADS) if config.attention.qk_norm else None
+        norm = (config.attention.head_dim, plan.norm_of_heads, Kind.OF_HEADS)
+        self.q_layernorm = Norm(*norm) if config.attention.qk_norm else None
+        self.k_layernorm = Norm(*norm) if config.attention.qk_norm else None
         self.core_attention = Sinks(sizes["heads"]) if config.attention.sinks else None
         self.linear_proj = RowLinear(
             sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias

@@ -56,6 +56,11 @@ class ParameterInfo:
         """Weight decay is for matrices, neither for norms nor for biases."""
         return len(self.native.shape) > 1
 
+    @property
+    def decoupled(self) -> bool:
+        """Whether it is the embedding or the head, which may have a learning rate of their own."""
+        return self.kind is Kind.VOCABULARY and self.decays
+
 
 def parameter_infos(
     kinds: Mapping[str, Kind],

@@ -18,8 +18,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Turned round in inference mode alone: training's bits don't follow from how many rows a layout gives a rank.
     """
+    # What is compiled can't ask for the mode, and has no number of rows where it is compiled for any.
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or x.is_cuda or x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1]
-    if rows not in TURNED_ROUND or not torch.is_inference_mode_enabled() or x.is_cuda or x.dtype != torch.float32:
+    if rows not in TURNED_ROUND:
         return F.linear(x, weight, bias)
     made = torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
     return made if bias is None else made + bias

@@ -6,7 +6,7 @@ the all-reduce after the former becomes a reduce-scatter, and the latter gathers
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -136,18 +136,34 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGrou
 Made = Callable[[Tensor], Tensor]
 
 
+class NormOptions(NamedTuple):
+    """What a model's norms have in common."""
+
+    epsilon: float
+    with_bias: bool
+    """LayerNorm; else RMSNorm."""
+    zero_centered: bool = False
+    """They multiply with their weight + 1."""
+
+    def parameters(self, width: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Weight and bias, with any values."""
+        return nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width)) if self.with_bias else None
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return normalize(x, weight + 1 if self.zero_centered else weight, bias, self.epsilon)
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last axis."""
 
-    def __init__(self, width: int, epsilon: float, *, with_bias: bool, kind: Kind = Kind.OF_TOKENS) -> None:
+    def __init__(self, width: int, options: NormOptions, kind: Kind = Kind.OF_TOKENS) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.options = options
         self.kinds = dict.fromkeys(("weight", "bias"), kind)
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if with_bias else None
+        self.weight, self.bias = options.parameters(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalize(x, self.weight, self.bias, self.epsilon)
+        return self.options.apply(x, self.weight, self.bias)
 
 
 FEW_ROWS = 16
@@ -203,21 +219,20 @@ class NormColumnLinear(nn.Module):
     }  # fmt: skip
 
     def __init__(
-        self, width: int, out: int, epsilon: float, ranks: TensorGroup, *, norm_bias: bool, bias: bool, keep: "Keep"
+        self, width: int, out: int, norm: NormOptions, ranks: TensorGroup, *, bias: bool, keep: "Keep"
     ) -> None:
         """out: this rank's rows."""
         super().__init__()
         self.adapter: nn.Module | None = None
         self.product: Product = PLAIN
-        self.epsilon, self.ranks, self.keep = epsilon, ranks, keep
-        self.layer_norm_weight = nn.Parameter(torch.empty(width))
-        self.layer_norm_bias = nn.Parameter(torch.empty(width)) if norm_bias else None
+        self.norm, self.ranks, self.keep = norm, ranks, keep
+        self.layer_norm_weight, self.layer_norm_bias = norm.parameters(width)
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         def norm(x: Tensor) -> Tensor:
-            return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
+            return self.norm.apply(x, self.layer_norm_weight, self.layer_norm_bias)
 
         def use(normed: Tensor) -> Tensor:
             return adapted(

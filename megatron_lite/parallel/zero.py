@@ -104,16 +104,15 @@ class Optimizer:
     def _make(self) -> torch.optim.Optimizer | None:
         """PyTorch's own arithmetic over our ranges; its state are our tensors."""
         own = [item for item in self._ranges if kind_of(item.info, self.options.kind) != "muon"]
-        groups = [
-            {
-                "params": [item.tensors["master"] for item in own if item.info.decays == decays],
-                "decays": decays,
-            }
-            for decays in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
-        if not groups:  # a stage may have nothing but matrices of layers
+        sorted_masters: dict[tuple[bool, bool], list[Tensor]] = {}
+        for item in own:
+            sorted_masters.setdefault((item.info.decays, item.info.decoupled), []).append(item.tensors["master"])
+        if not sorted_masters:  # a stage may have nothing but matrices of layers
             return None
+        groups = [
+            {"params": masters, "decays": decays, "decoupled": decoupled}
+            for (decays, decoupled), masters in sorted_masters.items()
+        ]
         made: torch.optim.Optimizer
         kind = "sgd" if self.options.kind == "sgd" else "adamw"
         if kind == "adamw":
@@ -147,15 +146,18 @@ class Optimizer:
         weight_decay: float,
         factor: float = 1.0,
         row_factors: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+        decoupled_lr: float | None = None,
     ) -> None:
         """Update masters by their gradients times factor, round them to the parameters and start to gather those.
 
         Gradients are multiplied in passing, in the one kernel that reads them anyway.
         row_factors: by chunk and parameter, what rows of masters are multiplied with when they are updated.
+        decoupled_lr: of the embedding and the head; None: as all others.
         """
         if self._torch is not None:
             for group in self._torch.param_groups:
-                group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+                group["lr"] = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
+                group["weight_decay"] = weight_decay if group["decays"] else 0.0
             divisor = None if factor == 1.0 else torch.full((), 1 / factor, device=self._masters[0].device)
             setattr(self._torch, "grad_scale", divisor)  # noqa: B010  # what torch.amp tells it
             self._torch.step()

@@ -50,10 +50,7 @@ _STATE = "gradients or optimizer state in less than fp32"
 REFUSED = {
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor"), _YARN),
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"), _STATE),
-    "apply_layernorm_1p": "norms that multiply with their weight + 1",
     "apply_residual_connection_post_layernorm": "norms of the sums of each sublayer, as in the original BERT,",
-    "decoupled_lr": "a learning rate of embedding and head alone",
-    "decoupled_min_lr": "a learning rate of embedding and head alone",
     "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
     "moe_router_force_load_balancing": "a choice of experts at random, which measures speed alone,",
     "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",

@@ -42,6 +42,7 @@ class Model:
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
     normalization: str = flag("LayerNorm", "kind of norms", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "epsilon of the norms")
+    apply_layernorm_1p: bool = flag(False, "norms multiply with their weight + 1, which starts at 0")
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU")
     no_bias_gelu_fusion: bool = flag(False, "exact GELU, not its approximation by tanh")
     disable_bias_linear: bool = flag(False, "no biases in linear layers")
@@ -231,6 +232,8 @@ class Optimizer:
     qk_clip_alpha: float = flag(0.5, "the queries' share in it, as an exponent; the keys' is the rest")
     lr: float | None = flag(None, "highest learning rate")
     min_lr: float = flag(0.0, "lowest learning rate")
+    decoupled_lr: float | None = flag(None, "highest learning rate of the embedding and the head (--lr)")
+    decoupled_min_lr: float | None = flag(None, "their lowest, with --decoupled-lr (--min-lr)")
     lr_decay_style: str = flag(
         "linear", "how it decays", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )

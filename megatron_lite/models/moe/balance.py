@@ -52,6 +52,16 @@ def tokens_by_layer(balances: Iterable[Balance]) -> dict[int, Tensor]:
     return found
 
 
+def mean_losses(balances: Sequence[Balance]) -> dict[str, dict[int, float]]:
+    """By name and layer what was logged, over several passes."""
+    sums: dict[str, dict[int, float]] = {}
+    for balance in balances:
+        for (name, layer), value in balance.logged.items():
+            layers = sums.setdefault(name, {})
+            layers[layer] = layers.get(layer, 0.0) + float(value)
+    return {name: {layer: value / len(balances) for layer, value in layers.items()} for name, layers in sums.items()}
+
+
 class _Join(torch.autograd.Function):
     """x as it is; on the way back `factor` goes to a loss that nobody has added to anything."""
 

@@ -42,7 +42,7 @@ def shared_engine(model: str, ep: int) -> Engine:
 
 
 def common() -> dict[str, Any]:
-    groups = param_groups(Settings(), Progress(1), (1e-3, 0.1))
+    groups = param_groups(Settings(), Progress(1), (1e-3, 0.1, None))
     args = Namespace(params_dtype=torch.bfloat16)
     return {"args": args, "iteration": 1, "optimizer": {"optimizer": {"param_groups": groups}}}
 

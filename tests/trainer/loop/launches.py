@@ -26,6 +26,21 @@ LLAMA = (
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
 MIXTRAL = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 
+LLAMA_3_SCRIPT = (
+    "--use-mcore-models --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 8 --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope "
+    "--rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 "
+    "--attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear "
+    "--micro-batch-size 1 --global-batch-size 4 --train-samples 24 --lr-decay-samples 100 --lr-warmup-samples 1 --lr 0.00015 "
+    "--min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 "
+    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion "
+    "--calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 59 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 "
+    "--log-interval 1 --eval-iters 0 --eval-interval 100 --log-throughput --ckpt-format torch_dist --distributed-timeout-minutes 1"
+)
+"""What Megatron-LM's script for Llama 3 8B says, with small sizes: not a Llama, since its norms are LayerNorm's."""
+
 DEEPSEEK = (
     f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0]*1+[1]*3 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 24 "

@@ -9,8 +9,15 @@ import pytest
 
 import megaconv
 from formats import torch_zip
+from megaconv.errors import NotExpressible
+from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions
 from tests.megatron_oracle import Megatron
-from tests.trainer.loop.launches import BERT, LLAMA, MIXTRAL, TIED, train
+from tests.trainer.loop.launches import BERT, LLAMA, LLAMA_3_SCRIPT, MIXTRAL, TIED, train
 
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
@@ -42,6 +49,45 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(model: str, words: s
         said, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors[-3000:]
         assert "tensors and their optimizer state" in said
+
+
+def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(tmp_path: Path) -> None:
+    """LayerNorm that multiplies with its weight + 1, and a rate of embedding and head: losses are those that core computes."""
+    import torch
+
+    train(
+        tmp_path,
+        4,
+        f"pretrain {LLAMA_3_SCRIPT} --save ckpt --transformer-impl local".replace("--bf16 --grad-reduce-in-bf16", ""),
+    )
+    common = torch_zip.read(tmp_path / "ckpt" / "iter_0000006" / "common.pt")
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["max_lr"], group["min_lr"], group["wd_mult"], group["default_config"]) for group in groups] == [
+        (0.00015, 0.00001, 1.0, True), (5e-4, 4.5e-5, 1.0, False), (0.00015, 0.00001, 0.0, True),
+    ]  # fmt: skip
+    for tp in (
+        1,
+        2,
+    ):  # torch's LayerNorm, which core has here, knows no sequence parallelism, of which the run's own arguments speak
+        megaconv.convert(tmp_path / "ckpt", tmp_path / f"tp{tp}", saver="core", tp=tp, transformer_impl="local")
+    checkpoint = megaconv.open(tmp_path / "tp1")
+    engine = Engine(
+        checkpoint.config,
+        make_grid(Layout(stage_layers=(4,)), 1, torch.device("cpu")),
+        ModelOptions(dtype="float32"),
+        None,
+    )
+    load_weights(engine, checkpoint.tensors)
+    tokens = torch.randint(0, 59, (2, 16), generator=torch.Generator().manual_seed(1))
+    ours = engine.logits(Microbatch(tokens, tokens))
+    assert ours is not None
+    (tmp_path / "megatron").mkdir()
+    with Megatron(tmp_path / "megatron") as megatron:
+        for name in ("tp1", "tp2"):
+            found = megatron.logits(tmp_path / name, tokens)[..., :60]
+            assert (found - ours[..., :60]).abs().max().item() < 1e-5, name
+    with pytest.raises(NotExpressible, match=r"norm\.zero_centered"):
+        megaconv.convert(tmp_path / "ckpt", tmp_path / "hf", saver="hf")
 
 
 @pytest.mark.slow

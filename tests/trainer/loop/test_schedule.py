@@ -1,9 +1,11 @@
 """Learning rate, weight decay and batch size against Megatron core's own."""
 
+from dataclasses import replace
+
 import pytest
 
 from megaconv.errors import UsageError
-from megatron_lite.loop.schedule import learning_rate, weight_decay
+from megatron_lite.loop.schedule import learning_rate, make_schedule, weight_decay
 from megatron_lite.settings.config import Optimizer, Training
 from megatron_lite.settings.sizes import batch_size
 
@@ -34,11 +36,12 @@ def test_rates_are_those_of_megatron_core_at_every_step(flags: dict[str, float],
         {"start_weight_decay": 0.01, "end_weight_decay": 0.1} if decay_style != "constant" else {"weight_decay": 0.05}
     )
     optimizer = Optimizer(lr=1e-3, weight_decay_incr_style=decay_style, **flags, **ramp)
-    rate = learning_rate(optimizer, Training(train_iters=iters), batch)
-    decay = weight_decay(optimizer, iters * batch)
+    optimizer = replace(optimizer, decoupled_lr=3e-4, decoupled_min_lr=2e-5)
+    schedule = make_schedule(optimizer, Training(train_iters=iters), batch, iters * batch)
+    rate, decay = schedule.rate, schedule.decay
 
     class Holder:
-        param_groups = [{"wd_mult": 1.0}]  # noqa: RUF012
+        param_groups = [{"wd_mult": 1.0}, {"wd_mult": 1.0, "max_lr": 3e-4, "min_lr": 2e-5}]  # noqa: RUF012
 
     theirs = OptimizerParamScheduler(
         Holder(), init_lr=rate.initial, max_lr=rate.highest, min_lr=rate.lowest, lr_warmup_steps=rate.warmup,
@@ -47,9 +50,9 @@ def test_rates_are_those_of_megatron_core_at_every_step(flags: dict[str, float],
         lr_wsd_decay_style=rate.wsd_style,
     )  # fmt: skip
     for step in range(iters + 3):
-        group = Holder.param_groups[0]
-        assert rate.at(step * batch) == pytest.approx(group["lr"], rel=1e-12), step
-        assert decay.at(step * batch) == pytest.approx(group["weight_decay"], rel=1e-12), step
+        group, decoupled = Holder.param_groups
+        expected = group["lr"], group["weight_decay"], decoupled["lr"]
+        assert schedule.at(step * batch) == pytest.approx(expected, rel=1e-12), step
         theirs.step(batch)
 
 
@@ -74,11 +77,20 @@ def test_the_batch_grows_as_megatron_cores_does() -> None:
         ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01 has to lie between 0 and --lr 0.001"),
         ({"lr": 1e-3, "lr_warmup_iters": 20}, "the warm-up of 80 samples has to end before the decay of 80"),
         ({"lr": 1e-3, "lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters"),
+        ({"lr": 1e-3, "decoupled_min_lr": 1e-5}, "--decoupled-min-lr needs --decoupled-lr"),
+        (
+            {"lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 1e-5},
+            "--min-lr 0.0001 has to lie between 0 and --decoupled-lr 1e-05",
+        ),
+        (
+            {"lr": 1e-3, "decoupled_lr": 1e-5, "decoupled_min_lr": 1e-4},
+            "--decoupled-min-lr 0.0001 has to lie between 0 and",
+        ),
     ],
 )
 def test_lengths_that_contradict_each_other_are_refused(flags: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        learning_rate(Optimizer(**flags), Training(train_iters=20), 4)
+        make_schedule(Optimizer(**flags), Training(train_iters=20), 4, 80)
 
 
 def test_a_weight_decay_that_grows_needs_both_ends() -> None:

@@ -61,6 +61,10 @@ FEATURES = {
     "jais2": changed(
         replace(MODELS["gpt2, untied"], family="jais2"), {"positions.kind": "rope", "mlp.activation": "relu2"}
     ),
+    "nemotron": changed(
+        replace(MODELS["gpt2, untied"], family="nemotron"),
+        {"positions.kind": "rope", "mlp.activation": "relu2", "norm.zero_centered": True},
+    ),
     "ernie4_5": changed(replace(MODELS["qwen3"], family="ernie4_5"), {"attention.qk_norm": False, "positions.interleaved": True}),
     "glm": changed(
         replace(MODELS["qwen3"], family="glm"),
@@ -160,7 +164,6 @@ def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> N
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"norm.zero_centered": True}, r"norms that multiply with their weight \+ 1"),
         ({"norm.place": "after"}, "norms after its sublayers, not before them"),
         ({"norm.place": "both"}, "norms after its sublayers, too"),
         ({"attention.qk_norm": True, "attention.qk_norm_width": "all"}, "norms of q and k over all heads"),

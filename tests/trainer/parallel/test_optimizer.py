@@ -53,6 +53,42 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them() -> None:
     torch.testing.assert_close(less, whole * (0.25 / norm), rtol=1e-4, atol=0)
 
 
+def weights_after_a_step(_rank: int, case: Case, lr: float, decoupled_lr: float | None) -> dict[str, torch.Tensor]:
+    engine = make_engine(case)
+    engine.train_step(own_batches(case, 0, engine), lr, weight_decay=0.1, decoupled_lr=decoupled_lr)
+    engine.finish()
+    engine.grid.close()
+    return weights_of(engine)
+
+
+OF_WORDS = ("word_embeddings.weight", "output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("case", "tables"),
+    [
+        (Case("gpt2"), 1),
+        (Case("qwen3"), 2),
+        (Case("gpt2", tp=2, pp=2), 1),
+        (Case("qwen3", dp=2, distributed=True), 2),
+        (Case("further tokens", kind="muon"), 2),
+    ],
+    ids=str,
+)
+def test_embedding_and_head_may_have_a_rate_of_their_own(case: Case, tables: int, world: World) -> None:
+    """Bit for bit what the whole model's rate would have made of each; positions that are learned have that of all others."""
+
+    def ranks(lr: float, decoupled_lr: float | None = None) -> list[dict[str, torch.Tensor]]:
+        return world.run(case.world, weights_after_a_step, case, lr, decoupled_lr)
+
+    for slow, quick, both in zip(ranks(1e-3), ranks(3e-3), ranks(1e-3, 3e-3), strict=True):
+        assert len([name for name in both if name.endswith(OF_WORDS)]) == tables
+        for name, found in both.items():
+            of_words = name.endswith(OF_WORDS)
+            assert torch.equal(found, (quick if of_words else slow)[name]), name
+            assert not of_words or not torch.equal(found, slow[name]), name
+
+
 def gradients(_rank: int, case: Case) -> list[tuple[str, bool, bool, torch.Tensor]]:
     """(name, whether replicated, whether tied, gradient) of each parameter after a step."""
     engine = make_engine(case)

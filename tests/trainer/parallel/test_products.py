@@ -41,3 +41,12 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
 def test_a_norm_on_a_cpu_is_what_pytorch_makes_of_its_formula() -> None:
     x, weight = leaves((6, 3, 32), (32,))
     compare(normalize(x, weight, None, 1e-4), F.rms_norm(x, (32,), weight, 1e-4), [x, weight])
+
+
+def test_a_product_is_compiled_for_any_number_of_rows() -> None:
+    """As layers are whose sequence tensor ranks share: sizes are symbols then."""
+    compiled = torch.compile(linear, backend="eager", dynamic=True, fullgraph=True)
+    weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    for rows in (TURNED_ROUND.start, TURNED_ROUND.stop):
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(compiled(x, weight), x @ weight.t())

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
+from megaconv.model.fields import changed
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
@@ -32,6 +33,7 @@ from tests.trainer.parallel.small import (
     own_batches,
     saved_bytes,
     step,
+    train,
     weights_of,
 )  # fmt: skip
 from tests.trainer.parallel.worlds import World
@@ -103,6 +105,21 @@ def test_neither_padding_nor_the_rows_at_a_time_change_the_loss(rows: int) -> No
         for found, wanted in zip(reports, expected, strict=True):
             assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
             assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gpt2", "deepseek_v3"])
+def test_norms_that_multiply_with_their_weight_plus_one_learn_as_others(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weights begin at 0 instead of at 1, and stay 1 below. (By SGD: Adam makes steps of rounding, where a gradient is 0.)"""
+    case = Case(model, steps=5, kind="sgd")
+    plain = train(0, case)
+    monkeypatch.setitem(MODELS, model, changed(MODELS[model], {"norm.zero_centered": True}))
+    centered = train(0, case)
+    assert centered.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, weight in plain.weights.items():
+        is_norm = "norm" in name and name.endswith("weight")
+        torch.testing.assert_close(centered.weights[name] + is_norm, weight, rtol=0, atol=3e-7, msg=name)
 
 
 def padded(_rank: int, case: Case) -> float:

@@ -94,7 +94,7 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--dataloader-type=cyclic", "--dataloader-type cyclic is not available"),
         ("--moe-token-dispatcher-type=flex", "invalid choice: 'flex' (choose from 'alltoall', 'allgather')"),
         ("--bf16 perhaps", "expected true or false"),
-        ("--decoupled-lr 1", "--decoupled-lr: a learning rate of embedding and head alone can't be had yet"),
+        ("--muon-use-syrk", "--muon-use-syrk: a kernel of its own can't be had yet"),
         ("7", "is not a flag"),
     ],
 )
@@ -198,7 +198,6 @@ EXAMPLES_OF_MEGATRON = {
 that finetune on RACE and MNLI, and of tasks/main.py as far as its tasks are here; and of scripts for DeepSeek-V3 and Qwen3's mixtures."""
 
 NOT_HAD = {
-    "llama3 8B": {"apply_layernorm_1p", "decoupled_lr", "decoupled_min_lr"},
     "deepseek v3": {"rotary_scaling_factor", "mscale", "mscale_all_dim"},
 }
 """Of them, those that would change what is computed, and that there is no code for: refused by name."""
