@@ -330,6 +330,15 @@ def test_attention_scores_that_are_scaled_otherwise_than_rotations_are_refused(c
         latent(rotary_scaling_factor=40.0, **changed)
 
 
+@pytest.mark.parametrize("mscales", [(0.707, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=str)
+def test_a_yarn_with_one_mscale_is_refused(mscales: tuple[float, float]) -> None:
+    """Megatron scales rotations by the one that there is; every config.json that lacks one of them means 1 and none."""
+    both = dict(zip(("mscale", "mscale_all_dim"), mscales, strict=True))
+    with pytest.raises(UnknownFamily, match=f"has mscale {mscales[0]} and mscale_all_dim {mscales[1]}"):
+        latent(rope_type="yarn", rotary_scaling_factor=40.0, **both)
+    assert latent(rope_type="yarn", rotary_scaling_factor=1.0, **both) is not None
+
+
 # Refusals.
 
 

@@ -12,7 +12,8 @@ from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
-from megatron_lite.settings.config import Model, Settings, flags
+from megatron_lite.settings.config import Settings, flags
+from megatron_lite.settings.model import Model
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
 """Settings of a model that its checkpoint doesn't fix, or not here."""
@@ -141,8 +142,11 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     values["ffn_hidden_size"] = ffn
     values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
     if settings.model.multi_latent_attention:
-        values["rope_type"] = "rope"  # yarn comes with checkpoints alone
+        scaled = settings.model.rotary_scaling_factor != 1
+        values["rope_type"] = settings.model.rope_type or ("yarn" if scaled else "rope")
         values["q_lora_rank"] = settings.model.q_lora_rank or 0
+    elif settings.model.rotary_scaling_factor != 1:
+        raise UsageError("--rotary-scaling-factor is of latent attention's yarn: it needs --multi-latent-attention")
     training = settings.training
     values["max_position_embeddings"] = (
         settings.model.max_position_embeddings or training.seq_length or training.encoder_seq_length

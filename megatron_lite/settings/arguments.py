@@ -44,11 +44,11 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 """Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
 
-_YARN = "yarn by flags, in place of the checkpoint's,"
+_YARN = "yarn with other turns than 32 and 1"
 _STATE = "gradients or optimizer state in less than fp32"
 
 REFUSED = {
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor"), _YARN),
+    **dict.fromkeys(("beta_fast", "beta_slow"), _YARN),
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"), _STATE),
     "apply_residual_connection_post_layernorm": "norms of the sums of each sublayer, as in the original BERT,",
     "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",

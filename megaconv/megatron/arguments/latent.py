@@ -80,6 +80,11 @@ def _read_scaling(args: Namespace) -> dict[str, Any] | None:
     _check_softmax(args, given, factor, mscales)
     if given == "rope" or (given is None and factor == 1):  # a factor of 1 leaves yarn nothing to do
         return None
+    if factor > 1 and not all(mscales.values()) and tuple(mscales.values()) != (1.0, 0.0):
+        raise UnknownFamily(
+            f"the checkpoint's yarn (rotary_scaling_factor {factor}) has mscale {mscales['mscale']} and mscale_all_dim "
+            f"{mscales['mscale_all_dim']}; model families have both, or 1 and none"
+        )
     usual: dict[str, Any] = dict(_YARN)
     if not hasattr(args, "rope_type"):
         usual["original_max_position_embeddings"] = args.max_position_embeddings

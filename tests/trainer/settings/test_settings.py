@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaconv.errors import CheckpointError, LayoutError, UsageError
+from megaconv.errors import CheckpointError, LayoutError, UnknownFamily, UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.loop.launch import start
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
@@ -26,6 +26,7 @@ from megatron_lite.settings.config import Parallel, flags
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes, work_out
+from tests.trainer.loop.launches import DEEPSEEK
 
 ROOT = Path(__file__).parents[3]
 LLAMA = (
@@ -197,18 +198,11 @@ EXAMPLES_OF_MEGATRON = {
 """Flags of the scripts in Megatron-LM's examples/gpt3, examples/llama, examples/bert, examples/t5 and examples/mixtral, of its scripts
 that finetune on RACE and MNLI, and of tasks/main.py as far as its tasks are here; and of scripts for DeepSeek-V3 and Qwen3's mixtures."""
 
-NOT_HAD = {
-    "deepseek v3": {"rotary_scaling_factor", "mscale", "mscale_all_dim"},
-}
-"""Of them, those that would change what is computed, and that there is no code for: refused by name."""
-
 
 @pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
 def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
     known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | {"no_position_embedding"}
-    unknown = {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known
-    assert unknown == NOT_HAD.get(script, set())
-    assert unknown <= set(REFUSED)
+    assert {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known == set()
 
 
 def test_no_table_of_positions_is_asked_for_where_positions_rotate_and_refused_where_there_would_be_none() -> None:
@@ -230,6 +224,26 @@ def test_a_choice_may_be_said_in_any_case() -> None:
     assert [settings(f"--task {word}").tasks.task for word in ("mnli", "Race", "QQP")] == ["MNLI", "RACE", "QQP"]
     with pytest.raises(UsageError, match="invalid choice: 'sst'"):
         settings("--task sst")
+
+
+LATENT = f"{DEEPSEEK} --seq-length 16 --train-iters 1 --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0"
+
+
+def test_yarn_of_latent_attention_is_asked_for_as_in_megatrons_scripts() -> None:
+    """By a factor alone, since yarn is what latent attention has; as config.json says it."""
+    yarn = {
+        "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    both = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    assert model_from_flags(settings(LATENT), 100).positions.scaling == {**yarn, **both}
+    one = LATENT.replace(" --mscale 1.0 --mscale-all-dim 1.0", "")
+    assert model_from_flags(settings(one), 100).positions.scaling == yarn
+    for plain in (f"{LATENT} --rope-type rope --mscale-all-dim 0", LATENT.replace("factor 40", "factor 1")):
+        assert model_from_flags(settings(plain), 100).positions.scaling is None
+    with pytest.raises(UsageError, match="--rotary-scaling-factor is of latent attention's yarn"):
+        model_from_flags(settings(LATENT.replace("--multi-latent-attention", "")), 100)
+    with pytest.raises(UnknownFamily, match=r"has mscale 0\.7 and mscale_all_dim 0\.0"):
+        model_from_flags(settings(f"{one} --mscale 0.7"), 100)
 
 
 BERT = "--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --train-iters 1"
