@@ -1,6 +1,6 @@
 """Where the processor's time of a training step goes: matrix products, attention, everything else; beside transformers and Megatron core.
 
-    python benchmarks/shares.py [--steps 5] [--mixture] [--compile] [--tiny] [--top 12] [--json]
+    python benchmarks/shares.py [--steps 5] [--mixture [fine-grained]] [--compile] [--tiny] [--top 12] [--json]
 
 The models of trainer.py, one thread. Every operation of PyTorch is timed by the processor's clock of its thread, below autograd, so that
 other programs of a busy machine don't count and backward passes do. Shares are of the sum over all operations; `outside` is what a step
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer import MIXTURES, SMALL, TINY, WARM_UP, ours, with_core, with_transformers
+from trainer import WARM_UP, add_mixture, chosen, ours, with_core, with_transformers
 from turns import Figures, answer, rounds
 
 from megatron_lite.loop.launch import keep_freed_memory
@@ -59,12 +59,12 @@ class Clock(TorchDispatchMode):
         return found
 
 
-def one(name: str, tiny: bool, mixture: bool, compiled: bool) -> None:
+def one(name: str, tiny: bool, mixture: str | None, compiled: bool) -> None:
     """A contender's own process."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1  # compilers are children then, whose time is known
     keep_freed_memory()
-    config = MIXTURES[tiny] if mixture else TINY if tiny else SMALL
+    config = chosen(mixture, tiny)
     begun = _with_children()
     step = (COMPILED if compiled else CONTENDERS)[name](config, "float32", ROWS)
     step()
@@ -99,8 +99,8 @@ def kind(operation: str) -> str:
     return "products" if operation in PRODUCTS else "others"
 
 
-def measure(steps: int, tiny: bool, mixture: bool, compiled: bool, top: int) -> dict[str, Any]:
-    words = ["--tiny"] * tiny + ["--mixture"] * mixture
+def measure(steps: int, tiny: bool, mixture: str | None, compiled: bool, top: int) -> dict[str, Any]:
+    words = ["--tiny"] * tiny + (["--mixture", mixture] if mixture else [])
     commands = {name: [sys.executable, __file__, "--one", name, *words] for name in CONTENDERS}
     if compiled:
         commands |= {f"{name}, compiled": [*commands[name], "--compile"] for name in COMPILED}
@@ -131,7 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--top", type=int, default=12)
-    for word in ("--tiny", "--mixture", "--compile", "--json"):
+    add_mixture(parser)
+    for word in ("--tiny", "--compile", "--json"):
         parser.add_argument(word, action="store_true")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     given = parser.parse_args()

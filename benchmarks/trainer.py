@@ -1,6 +1,6 @@
 """Tokens per second of the trainer, beside transformers and Megatron core, in one run with interleaved steps.
 
-    python benchmarks/trainer.py single [--steps 15] [--tiny] [--mixture] [--dtype float32|bfloat16] [--json]
+    python benchmarks/trainer.py single [--steps 15] [--tiny] [--mixture [fine-grained]] [--dtype float32|bfloat16] [--json]
     python benchmarks/trainer.py parallel [--steps 15] [--tiny] [--json]
     python benchmarks/trainer.py gpu [--steps 15] [--json]
 
@@ -8,7 +8,8 @@ single: a Llama of 25 million parameters on the CPU, one process each. Contender
 don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least, by the clock and by
 the processor's time (where others keep the machine busy only the latter means anything, with OMP_NUM_THREADS=1). All run
 as installed; `keeping freed memory` gives the others glibc's mallopt setting too, which the trainer makes on a CPU.
-With --mixture a Mixtral of 34 million parameters in its place: 8 experts in each of 4 layers, of which a token goes to 2.
+With --mixture a Mixtral of 34 million parameters in its place: 8 experts in each of 4 layers, of which a token goes to 2; or, fine-grained,
+64 of an eighth of the width, of which it goes to 8.
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
 gpu: Llamas of 1B and 3B, bf16, sequences of 4096, one GPU: tokens/s and MFU against its dense peak.
 """
@@ -68,12 +69,26 @@ TINY = model(4, 64, 4, 4, 128, 256, 64)
 GPU = {"1B": (model(16, 2048, 32, 8, 8192, 32000, 4096), 4), "3B": (model(28, 3072, 24, 8, 8192, 32000, 4096), 2)}
 """Model, and sequences of a step."""
 
-EXPERTS = {"layers.mlp": "experts", "experts.count": 8, "experts.per_token": 2}
-MIXTURES = {
-    True: from_fields("mixtral", fields_of(TINY) | EXPERTS | {"experts.ffn": 128}),
-    False: from_fields("mixtral", fields_of(model(4, 384, 6, 6, 768, 4096, 512)) | EXPERTS | {"experts.ffn": 768}),
+EXPERTS = {
+    "coarse": {"layers.mlp": "experts", "experts.count": 8, "experts.per_token": 2},
+    "fine-grained": {"layers.mlp": "experts", "experts.count": 64, "experts.per_token": 8},
 }
-"""Whether tiny."""
+
+
+def chosen(mixture: str | None, tiny: bool) -> ModelConfig:
+    """mixture: a key of EXPERTS; None: a model without."""
+    if mixture is None:
+        return TINY if tiny else SMALL
+    dense, experts = TINY if tiny else model(4, 384, 6, 6, 768, 4096, 512), EXPERTS[mixture]
+    width = 2 * dense.mlp.ffn // experts["experts.per_token"]
+    return from_fields("mixtral", fields_of(dense) | experts | {"mlp.ffn": width, "experts.ffn": width})
+
+
+def add_mixture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mixture", nargs="?", const="coarse", choices=EXPERTS, help="of experts, in place of a dense model"
+    )
+
 
 Step = Callable[[], None]
 
@@ -168,9 +183,9 @@ def _plain_step(network: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> S
     return step
 
 
-def one(name: str, dtype: str, tiny: bool, keep: bool, mixture: bool) -> None:
+def one(name: str, dtype: str, tiny: bool, keep: bool, mixture: str | None) -> None:
     """A contender's own process: takes a step for each line that it is sent, and answers with the seconds and its peak."""
-    config, rows = MIXTURES[tiny] if mixture else TINY if tiny else SMALL, 2
+    config, rows = chosen(mixture, tiny), 2
     if keep:
         keep_freed_memory()
     step = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[name](
@@ -206,13 +221,13 @@ def measure(step: Step, steps: int, settle: Step = lambda: None) -> float:
     return statistics.median(_timed(step, settle) for _ in range(steps))
 
 
-def single(steps: int, tiny: bool, dtype: str, mixture: bool) -> dict[str, Any]:
+def single(steps: int, tiny: bool, dtype: str, mixture: str | None) -> dict[str, Any]:
     """All contenders are there at once and take one step after the other, so that a busy machine is busy for each."""
     commands = {
         (name, keep): [sys.executable, __file__, "one", name, "--dtype", dtype]
         + ["--tiny"] * tiny
         + ["--keep"] * keep
-        + ["--mixture"] * mixture
+        + (["--mixture", mixture] if mixture else [])
         for name, keep in CONTENDERS
     }
     all_rounds, found = rounds(commands, steps), {}
@@ -354,7 +369,8 @@ def main() -> None:
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    for word in ("--tiny", "--keep", "--json", "--mixture"):
+    add_mixture(parser)
+    for word in ("--tiny", "--keep", "--json"):
         parser.add_argument(word, action="store_true")
     args = parser.parse_args()
     if args.what == "one":
