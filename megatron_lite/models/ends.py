@@ -28,6 +28,7 @@ class Embedding(nn.Module):
         super().__init__()
         config = plan.config
         self.ranks, self.dropout, self.at = plan.ranks, plan.options.hidden_dropout, rng.At(0, rng.EMBEDDING)
+        self.scale = config.embedding_scale
         self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
         learned = config.positions.kind == "learned"
         self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
@@ -36,6 +37,8 @@ class Embedding(nn.Module):
     def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
         """tokens [batch, sequence]: in place of the pass' own."""
         x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded first, as transformers does
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
         if self.tokentype_embeddings is not None:

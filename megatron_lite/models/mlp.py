@@ -71,7 +71,7 @@ class MLP(nn.Module):
             config.hidden, ffn * (2 if config.mlp.gated else 1), plan.norm, plan.ranks,
             bias=config.mlp.bias, keep=plan.keep,
         )  # fmt: skip
-        self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=config.mlp.bias)
+        self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=config.mlp.bias, norm_after=plan.norm_after)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)

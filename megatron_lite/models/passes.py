@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.moe.balance import Balance
-from megatron_lite.models.rotary import Rotary
+from megatron_lite.models.rotary import Rotary, local_positions
 from megatron_lite.parallel.context import ContextGroup
 
 
@@ -66,6 +67,8 @@ class Pass:
     """int64 [sequence, batch or 1]"""
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin of these positions, [sequence, batch or 1, 1, rotated], as rotary.py says; None where nothing rotates."""
+    local_rotary: tuple[Tensor, Tensor] | None = None
+    """The same for layers with a window, where these have another base; None where they don't."""
     packed: Packed | None = None
     """Of whole rows; None: each is one document."""
     context: ContextGroup | None = None
@@ -113,6 +116,14 @@ def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
     return back >= 0 if window is None else (back >= 0) & (back < window)
 
 
+class Places(NamedTuple):
+    """Of a pass; see there."""
+
+    positions: Tensor
+    rotary: tuple[Tensor, Tensor] | None
+    local_rotary: tuple[Tensor, Tensor] | None
+
+
 class Passes:
     """Makes them, with whatever depends on nothing but the length of a sequence made once."""
 
@@ -122,7 +133,9 @@ class Passes:
         """context: the ranks that share each sequence. Raises NotExpressible for positions that there is no code for."""
         self._device, self._context, self._depths = device, context, config.mtp_layers
         self._rotary = Rotary(config, device, dtype) if config.positions.kind == "rope" else None
-        self._whole: dict[int, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
+        local = local_positions(config)
+        self._local_rotary = None if local is None else Rotary(local, device, dtype)
+        self._whole: dict[int, Places] = {}
 
     def make(
         self,
@@ -135,12 +148,12 @@ class Passes:
         scores: LargestScores | None = None,
     ) -> Pass:
         """batch: with whole sequences. share, seed, balance, cache, scores: see Pass."""
-        positions, tables = self._places(batch.tokens, batch.positions)
+        places = self._places(batch.tokens, batch.positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
         counting, ahead = self._ahead(batch, packed) if self._depths and torch.is_grad_enabled() else (None, ())
         return Pass(
-            self._own(batch.tokens), self._own(batch.labels), weights, positions, tables, packed, self._context,
+            self._own(batch.tokens), self._own(batch.labels), weights, *places, packed, self._context,
             share, batch.reference, seed, balance, cache, self._source(batch, seed), batch.types, batch.visible, batch.swapped,
             batch.answers, batch.counting, ahead, counting, scores,
         )  # fmt: skip
@@ -162,13 +175,12 @@ class Passes:
         source, visible = batch.source, batch.source_visible
         if source is None:
             return None
-        positions, tables = self._places(source, None)
         return Pass(
-            source, source, None, positions, tables, seed=None if seed is None else seed.of_source(),
+            source, source, None, *self._places(source, None), seed=None if seed is None else seed.of_source(),
             visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
         )  # fmt: skip
 
-    def _places(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def _places(self, tokens: Tensor, positions: Tensor | None) -> "Places":
         if positions is not None:
             return self._at(positions.t())
         length = tokens.shape[1]
@@ -177,9 +189,10 @@ class Passes:
                 self._whole[length] = self._at(torch.arange(length, device=self._device).unsqueeze(1))
         return self._whole[length]
 
-    def _at(self, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def _at(self, positions: Tensor) -> "Places":
         own = self._own(positions, 0)
-        return own, None if self._rotary is None else self._rotary.tables(own)
+        tables, local = (None if each is None else each.tables(own) for each in (self._rotary, self._local_rotary))
+        return Places(own, tables, local)
 
 
 def _ends(tokens: Tensor, packed: Packed | None) -> Tensor:

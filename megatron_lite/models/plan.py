@@ -56,14 +56,19 @@ class Plan:
         return self.norm._replace(with_bias=False)
 
     @property
+    def norm_after(self) -> NormOptions | None:
+        """Of what a sublayer gives, where that is normed too."""
+        return self.norm if self.config.norm.place == "both" else None
+
+    @property
     def keep(self) -> Keep:
         return recompute.make_again if self.options.recompute.granularity == "selective" else recompute.keep
 
 
 TRAINED = (
-    "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3",
-    "jais2", "llama", "mistral", "mixtral", "nemotron", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-    "solar_open", "stablelm", "starcoder2",
+    "arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "gemma", "gemma3_text", "glm", "glm4_moe", "glm4_moe_lite",
+    "gpt2", "gpt_oss", "hy_v3", "jais2", "llama", "mistral", "mixtral", "nemotron", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that this decoder is, by configuration."""
 NETWORKS_OF_THEIR_OWN = ("bert", "t5")
@@ -71,16 +76,12 @@ NETWORKS_OF_THEIR_OWN = ("bert", "t5")
 NOT_COMPUTED = {
     "indexer": "an indexer that chooses positions",
     "output_norm": "norms after its sublayers, not before them",
-    "sandwich_norm": "norms after its sublayers, too",
     "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
     "wide_qk_norm": "norms of q and k over all heads",
     "qk_l2_norm": "q and k divided by their L2 norm",
-    "scaled_scores": "attention scores with a scale of their own",
     "capped_scores": "capped attention scores",
     "capped_logits": "capped logits",
-    "scaled_embedding": "a scaled embedding",
     "expert_latent": "experts that work on a projection of the hidden states",
-    "two_ropes": "another base of rope in layers with a window",
 }
 """Features of a model that this decoder has no code for, whatever its family."""
 

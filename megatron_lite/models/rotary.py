@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 
 
 def frequencies(config: ModelConfig) -> Tensor:
@@ -70,6 +71,12 @@ def magnitude(config: ModelConfig) -> float:
 def sharper(factor: float, strength: float) -> float:
     """yarn's correction of a context that is `factor` times as long."""
     return 0.1 * float(strength) * math.log(max(float(factor), 1.0)) + 1.0
+
+
+def local_positions(config: ModelConfig) -> ModelConfig | None:
+    """As frequencies and magnitude take it for layers with a window; None: these rotate as all others. Nothing scales them."""
+    theta = config.positions.local_theta
+    return None if theta is None else changed(config, {"positions.theta": theta, "positions.scaling": None})
 
 
 class Rotary:

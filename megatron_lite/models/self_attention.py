@@ -35,7 +35,8 @@ class SelfAttention(nn.Module):
         self.at = rng.At(layer, rng.ATTENTION)
         self.kv_heads, self.group = sizes["kv_heads"], config.attention.heads // config.attention.kv_heads
         self.window, self.rotates = plan.kind(layer).window, plan.kind(layer).rotates
-        self.interleaved = config.positions.interleaved
+        self.rotates_locally = self.window is not None and config.positions.local_theta is not None
+        self.interleaved, self.scale = config.positions.interleaved, config.attention.scale
         self.linear_qkv = NormColumnLinear(
             config.hidden, self.kv_heads * (self.group + 2) * self.head_dim, plan.norm, plan.ranks,
             bias=config.attention.qkv_bias, keep=plan.keep,
@@ -45,8 +46,9 @@ class SelfAttention(nn.Module):
         self.k_layernorm = Norm(*norm) if config.attention.qk_norm else None
         self.core_attention = Sinks(sizes["heads"]) if config.attention.sinks else None
         self.linear_proj = RowLinear(
-            sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias
-        )
+            sizes["heads"] * self.head_dim, config.hidden, plan.ranks, bias=config.attention.o_bias,
+            norm_after=plan.norm_after,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         mixed = self.linear_qkv(x)
@@ -55,14 +57,17 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in mixed.split((self.group, 1, 1), -2))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if run.rotary is not None and self.rotates:
+        rotary = run.local_rotary if self.rotates_locally else run.rotary
+        if rotary is not None and self.rotates:
             if self.interleaved:  # q and k alike, so that their products stay what they are
-                q, k = (neighbours_apart(x, run.rotary[0].shape[-1]) for x in (q, k))
-            q, k = rotate(q, *run.rotary), rotate(k, *run.rotary)
+                q, k = (neighbours_apart(x, rotary[0].shape[-1]) for x in (q, k))
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v)
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
-        mixed = attended(q, k, v, run, self.at, self.ranks, self.options, window=self.window, sinks=sinks)
+        mixed = attended(
+            q, k, v, run, self.at, self.ranks, self.options, window=self.window, scale=self.scale, sinks=sinks
+        )
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 

@@ -261,11 +261,13 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A row-sharded matrix; its bias is added once, after the sum."""
+    """A row-sharded matrix; its bias is added once, after the sum, which may be normed then."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.OF_TOKENS}
 
-    def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool) -> None:
+    def __init__(
+        self, width: int, out: int, ranks: TensorGroup, *, bias: bool, norm_after: NormOptions | None = None
+    ) -> None:
         """width: this rank's columns."""
         super().__init__()
         self.adapter: nn.Module | None = None
@@ -273,9 +275,11 @@ class RowLinear(nn.Module):
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
+        self.post_layernorm = None if norm_after is None else Norm(out, norm_after)
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(row_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
+        y = adapted(row_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
+        return y if self.post_layernorm is None else self.post_layernorm(y)
 
 
 Keep = Callable[[Made, Tensor, Made], Tensor]

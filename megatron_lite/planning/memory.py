@@ -24,6 +24,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megaconv.model.memory import bytes_per_parameter
 from megaconv.model.rank_share import RankShare, rank_shares
+from megatron_lite.models.mlp import is_plain_swiglu
 from megatron_lite.parallel.buckets import fill
 from megatron_lite.parallel.dealing import Dealer
 from megatron_lite.parallel.muon import takes
@@ -172,14 +173,17 @@ def layer_elements(run: Described, layer: int) -> float:
         ):  # v, and what comes of attention, before and after their exchange
             found += config.attention.head_dim * (config.attention.heads + config.attention.kv_heads) / tp
     if kind.mlp == "dense":
-        found += _width(run) + normed + config.mlp.ffn * (gates if selective else gates + 1) / tp
+        made = (
+            0 if selective else 1 if is_plain_swiglu(config.mlp) or gates == 1 else 2
+        )  # the activated gate and its product
+        found += _width(run) + normed + config.mlp.ffn * (gates + made) / tp
     elif kind.mlp == "experts":
         experts, here = config.experts, tp if run.sequence else 1
         rows = config.hidden * (1 + run.sizes.layout.etp)
         routed = experts.per_token * (rows + experts.ffn * (gates + 1)) / here
         shared = experts.shared_ffn * (gates + 1) / tp + (_width(run) if experts.shared_gate else 0)
         found += 2 * _width(run) + routed + shared
-    return found
+    return found + (2 * _width(run) if config.norm.place == "both" else 0)
 
 
 def _mixed(config: ModelConfig, mixer: str, *, rotates: bool) -> float:

@@ -33,6 +33,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, a window": ("mistral", {"sliding_window": 7}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "gpt2": ("gpt2", {}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         {

@@ -45,6 +45,10 @@ _SINKS = {
     "attention.sinks": True, "layers.window": (5, None, 5, None), "mlp.activation": "quick_gelu", "mlp.offset": 1.0,
     "mlp.clamp": 7.0,
 }  # fmt: skip
+_GEMMA_3 = {
+    "attention.qk_norm": True, "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
+    "layers.window": (5, 5, None, 5), "positions.local_theta": 100.0, "attention.scale": 0.3,
+}  # fmt: skip
 _GPT2 = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.activation": "gelu_tanh", "mlp.gated": False}
 MODELS = {
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **_SIZES}),
@@ -57,6 +61,7 @@ MODELS = {
         "deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2, "tie_embeddings": True}
     ),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
+    "gemma3": from_fields("gemma3_text", {**_SIZES, **_GEMMA_3, "tie_embeddings": True}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
 }
 

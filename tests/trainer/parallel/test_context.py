@@ -182,6 +182,7 @@ COVERING = [
     Case("mixtral", cp=2, options=(*how("p2p"), ("balance", BALANCED))),
     Case("further tokens", cp=2, pp=2, options=how("p2p")),
     Case("gpt2", cp=4, options=TWO_LEVELS),
+    Case("gemma3", cp=2, options=how("p2p")),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)

@@ -65,6 +65,11 @@ FEATURES = {
         replace(MODELS["gpt2, untied"], family="nemotron"),
         {"positions.kind": "rope", "mlp.activation": "relu2", "norm.zero_centered": True},
     ),
+    "gemma": changed(
+        replace(MODELS["llama"], family="gemma"),
+        {"mlp.activation": "gelu_tanh", "norm.zero_centered": True, "embedding_scale": 32**0.5},
+    ),
+    "gemma3_text": MODELS["gemma3"],
     "ernie4_5": changed(replace(MODELS["qwen3"], family="ernie4_5"), {"attention.qk_norm": False, "positions.interleaved": True}),
     "glm": changed(
         replace(MODELS["qwen3"], family="glm"),
@@ -141,7 +146,7 @@ def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
     assert set(NETWORKS) == set(NETWORKS_OF_THEIR_OWN) == set(OF_THEIR_OWN)
-    oracles = {variant.model_type.removesuffix("_text") for variant in (VARIANTS | MIXTURES).values()}
+    oracles = {variant.model_type for variant in (VARIANTS | MIXTURES).values()}
     assert set(TRAINED) <= oracles
 
 
@@ -165,13 +170,9 @@ def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> N
     ("fields", "what"),
     [
         ({"norm.place": "after"}, "norms after its sublayers, not before them"),
-        ({"norm.place": "both"}, "norms after its sublayers, too"),
         ({"attention.qk_norm": True, "attention.qk_norm_width": "all"}, "norms of q and k over all heads"),
-        ({"attention.scale": 0.5}, "attention scores with a scale of their own"),
         ({"attention.score_cap": 50.0}, "capped attention scores"),
         ({"head.logit_cap": 30.0}, "capped logits"),
-        ({"embedding_scale": 8.0}, "a scaled embedding"),
-        ({"layers.window": 7, "positions.local_theta": 100.0}, "another base of rope in layers with a window"),
     ],
 )
 def test_what_this_decoder_does_not_compute_is_refused_by_name(fields: dict[str, Any], what: str) -> None:

@@ -34,6 +34,7 @@ COVERING = [
     Case("llama", tp=2, pp=2, sequence_parallel=True, distributed=True, recompute=SELECTIVE),
     Case("qwen3", tp=2, pp=2, vpp=2, kind="sgd"),
     Case("gpt2", dp=4, distributed=True),
+    Case("gemma3", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, **layout)

@@ -24,7 +24,10 @@ from tests.transformers_oracle import VARIANTS, VOCAB, create, load
 
 pytestmark = pytest.mark.oracle
 TOLERANCE = 2e-5
-"""Relative, in float32; 2e-6 is what is found."""
+"""Relative; 2e-6 is what is found in most models. In those whose weights magnify rounding transformers strays further in float32 itself."""
+
+Computed = tuple[torch.Tensor, float, dict[str, torch.Tensor]]
+"""Logits, loss, and gradients by their parameters' names."""
 
 
 def batch() -> Microbatch:
@@ -44,10 +47,8 @@ def engine_for(directory: Path, tp: int, options: ModelOptions) -> Engine:
     return engine
 
 
-def step(
-    _rank: int, directory: Path, tp: int, options: ModelOptions
-) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
-    """Logits, loss, and this rank's gradients by their parameters' names."""
+def step(_rank: int, directory: Path, tp: int, options: ModelOptions) -> Computed:
+    """Of this rank."""
     engine = engine_for(directory, tp, options)
     assert engine.optimizer is not None
     logits = engine.logits(batch())
@@ -59,15 +60,14 @@ def step(
     return logits, loss, gradients
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """By the largest difference, against the largest value."""
-    difference = (found - expected).abs().max() / expected.abs().max()
-    assert difference <= TOLERANCE, f"{name}: {difference:.1e}"
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, against the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
-def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtype) -> Computed:
     """transformers', cut and fused by the table."""
-    model = load(directory)
+    model = load(directory).to(dtype)
     config = open_checkpoint(directory).config
     rows = families()[config.family].rows
     logits = model(input_ids=batch().tokens).logits
@@ -94,7 +94,7 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
     for native in native_tensors(rows, config, CORE, layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp):
         if native.copy:
             continue
-        matrix = torch.zeros(matrix_shape(native.shape))
+        matrix = torch.zeros(matrix_shape(native.shape), dtype=dtype)
         for name, regions in native.parts.items():
             for region in regions:
                 box = region.box
@@ -107,24 +107,22 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int) -> tuple[torch.Te
 def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Rows of the loss at a time: fewer than tokens, so that it is done in several pieces."""
     create(VARIANTS[name], tmp_path)
-    logits, loss, gradients = step(0, tmp_path, 1, ModelOptions(dtype="float32", loss_rows=20))
-    expected = expected_gradients(tmp_path, 1, 0)
-    compare((logits, loss, gradients), expected)
+    compare(step(0, tmp_path, 1, ModelOptions(dtype="float32", loss_rows=20)), tmp_path, 1, 0)
 
 
-def compare(
-    found: tuple[torch.Tensor, float, dict[str, torch.Tensor]],
-    expected: tuple[torch.Tensor, float, dict[str, torch.Tensor]],
-) -> None:
-    assert_close(found[0], expected[0], "logits")
-    assert found[1] == pytest.approx(expected[1], rel=TOLERANCE)
-    assert set(found[2]) == set(expected[2])
-    for name, gradient in expected[2].items():
-        assert_close(found[2][name], gradient, name)
+def compare(found: Computed, directory: Path, tp: int, tp_rank: int) -> None:
+    """With float64, of which float32 may stray twice as far as transformers' own does at worst."""
+    exact, rounded = (expected_gradients(directory, tp, tp_rank, dtype) for dtype in (torch.float64, torch.float32))
+    assert found[1] == pytest.approx(exact[1], rel=TOLERANCE)
+    assert set(found[2]) == set(exact[2])
+    ours, expected, theirs = ({"logits": each[0], **each[2]} for each in (found, exact, rounded))
+    allowed = max(TOLERANCE, *(2 * distance(theirs[name], value) for name, value in expected.items()))
+    strays = {name: distance(ours[name], value) for name, value in expected.items()}
+    assert {name: far for name, far in strays.items() if far > allowed} == {}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["llama, all biases", "mistral", "qwen2, tied", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama, all biases", "mistral", "qwen2, tied", "qwen3", "gpt2", "gemma3_text"])
 def test_two_tensor_ranks_compute_what_transformers_does(
     name: str, sequence_parallel: bool, tmp_path: Path, world: World
 ) -> None:
@@ -132,4 +130,4 @@ def test_two_tensor_ranks_compute_what_transformers_does(
     create(VARIANTS[name], tmp_path)
     options = ModelOptions(dtype="float32", sequence_parallel=sequence_parallel)
     for tp_rank, found in enumerate(world.run(2, step, tmp_path, 2, options)):
-        compare(found, expected_gradients(tmp_path, 2, tp_rank))
+        compare(found, tmp_path, 2, tp_rank)

@@ -87,7 +87,7 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
         assert adam.kept - muon.kept == layers * 4
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixture", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt2", "gemma3", "mixture", "deepseek_v3"])
 @pytest.mark.parametrize("granularity", [None, "selective"])
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
     planned = Planned(model, wider=4, recompute=Recompute(granularity), microbatches=1)
