@@ -200,9 +200,10 @@ def inspect(
     """What a checkpoint is: format, family, parameters, dtypes, layout. Reads metadata only.
 
     check_source: compare names and shapes with its own megaconv.json, if it has one. Raises megaconv.errors.CheckpointError, also
+    text_only: bool = False,
     for what `megaconv inspect` shows though it can't be converted.
     """
-    read = LoadOptions(_path(config), true_vocab_size, extra=options or {})
+    read = LoadOptions(_path(config), true_vocab_size, text_only=text_only, extra=options or {})
     return inspection.inspect(path, read, loader, check_source=check_source)
 
 
@@ -221,8 +222,9 @@ def plan(
 
     gpus: of the run; None: as few as hold the model once. gpu_memory: of one, in bytes, or text with a unit.
     Raises megaconv.errors.CheckpointError.
+    text_only: bool = False,
     """
-    read = LoadOptions(_path(config), true_vocab_size, optimizer=False, extra=options or {})
+    read = LoadOptions(_path(config), true_vocab_size, optimizer=False, text_only=text_only, extra=options or {})
     if gpus is not None and gpus < 1:
         raise UsageError(f"gpus={gpus}: expected 1 or more")
     header = inspection.inspect(path, read, loader, check_source=False).header

@@ -32,8 +32,10 @@ LOADERS = (
     "llama_mistral",
     "mixtral_hf",
     "peft",
+    "config",
 )
-"""In the order in which they are asked about an input; those of other packages come before `hf`."""
+"""In the order in which they are asked about an input; those of other packages come before `hf`, and `config` is asked where
+nothing else is known of it."""
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
@@ -141,9 +143,12 @@ def detect(place: Place) -> tuple[str, Loader]:
             f"{place}: no loader takes it; known: {', '.join(f'{scheme}://' for scheme in known)}, "
             "and those of packages that aren't installed"
         )
-    error = explain(place, is_checkpoint)
+    description = loader("config")
+    error = None if place.is_file() and description.detect(place) else explain(place, is_checkpoint)
     if error is not None:
         raise error
+    if description.detect(place):
+        return "config", description
     if (place / CONFIG_NAME).is_file():
         return "hf", loader("hf")  # which says best what should lie beside it
     raise UnknownFormat(
@@ -163,8 +168,9 @@ def is_checkpoint(place: Path) -> bool:
 
 
 def _in_order() -> Iterator[tuple[str, Loader]]:
-    """Those of other packages before `hf`: a format of their own may well have a config.json."""
-    for name in LOADERS:
+    """Those of other packages before `hf`: a format of their own may well have a config.json. Without `config`, which takes what
+    is no checkpoint."""
+    for name in LOADERS[:-1]:
         if name == "hf":
             yield from plugins.usable("loaders", LOADERS).items()
         yield name, loader(name)

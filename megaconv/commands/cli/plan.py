@@ -28,6 +28,7 @@ def plan(
     """List the parallel layouts that a model can have: what a rank holds of it, and the memory to train it.
 
     Memory is that of weights, gradients and optimizer state with Megatron's distributed optimizer, without activations.
+    A config.json is enough: PATH may be one, or a directory with no more than that.
     """
     from megaconv.commands.inspection import inspect
     from megaconv.commands.layouts import layouts
