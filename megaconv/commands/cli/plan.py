@@ -23,6 +23,7 @@ def plan(
     true_vocab_size: opt.TrueVocab = None,
     text_only: opt.TextOnly = False,
     option: opt.Option = None,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """List the parallel layouts that a model can have: what a rank holds of it, and the memory to train it.
