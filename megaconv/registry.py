@@ -71,6 +71,8 @@ class Saver(Protocol):
     gets what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
     raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
     (`engine/early_check.py`).
+    One with `read_back(directory)` gives the native tensors of a finished output, by record and as they are stored, to `--verify`
+    one that no loader gives like that (`engine/reading_back.py`).
     One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 
