@@ -110,7 +110,7 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     if name in offered:
         return plugins.load(kind, offered[name])
     raise UsageError(
-        f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])}",
+        f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])} (`megaconv formats` describes them)",
         code="unknown-loader" if kind == "loaders" else "unknown-saver",
     )
 

@@ -10,7 +10,7 @@ import megaconv
 from megaconv.errors import CorruptCheckpoint
 from tests import hub_server
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, start
+from tests.runs import assert_refused, finish, run, start, unchanged
 from tests.test_families import CONFIG_KEYS, write_model
 from tests.test_language_models_inside import MODELS, create
 
@@ -93,6 +93,20 @@ def test_an_output_that_lost_its_weights_is_not_compared_with_its_record(llama: 
 def test_weights_that_are_incomplete_are_no_config_alone(alone: Path, name: str) -> None:
     (alone / name).write_text("{}")
     assert run("inspect", alone).status == 3
+
+
+def test_a_configuration_of_another_name_is_taken_by_the_loaders(alone: Path, tmp_path: Path) -> None:
+    named = Path(shutil.copy(alone / "config.json", tmp_path / "llama.json"))
+    assert_refused(run("plan", named), 3, "--loader config")
+    assert run("plan", named, "--loader", "config") == run("plan", alone)
+    named.write_text("{}")
+    assert_refused(run("plan", named, "--loader", "config"), 3, "llama.json: architecture no architecture")
+
+
+def test_no_output_replaces_a_configuration(llama: Path, alone: Path) -> None:
+    for target in (alone, alone / "config.json"):
+        with unchanged(alone):
+            assert_refused(run("convert", llama, target, "--saver", "hf", "--overwrite"), 2, "--overwrite replaces")
 
 
 def test_a_config_json_of_something_else_is_refused_by_name(alone: Path) -> None:
