@@ -69,6 +69,7 @@ def convert(
     use_distributed_optimizer: bool | None = None,
     allow_lossy: Sequence[str] = (),
     adapters: Sequence[str] = (),
+    dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
@@ -87,6 +88,7 @@ def convert(
     split_rank: how many of the pp stages are a T5's encoder's, the first ones. options: of
     the loader's and the saver's own, by key, as `megaconv formats` lists them. fields: of SaveOptions, by their own names. Sizes
     are bytes, or text with a unit. progress: called with (bytes done, bytes in all) of the tensors after every block, from any thread.
+    dry_run: write nothing, and report what would be written.
     Raises megaconv.errors.CheckpointError, TypeError for an option that there isn't or that is of another type.
     """
     read_type, written_type = checkpoint_types(checkpoint_type, saver)
@@ -106,6 +108,8 @@ def convert(
         dtype=dtype, optimizer=optimizer, max_memory=byte_size(max_memory), workers=workers, verify=verify, resume=resume,
         overwrite=overwrite, extra=options or {}, check_source=check_source, adapters=tuple(map(adapter_choice, adapters)),
     )  # fmt: skip
+    if dry_run:
+        return conversion.rehearse(load_dir, save_dir, saver, asked)
     counter = _Counter(progress or (lambda done, total: None))
     return conversion.convert(load_dir, save_dir, saver, asked, counter.advance, planned=counter.planned)
 
@@ -152,6 +156,7 @@ def merge(
     loader: str | None = None,
     config: str | Path | None = None,
     dtype: str | None = None,
+    dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
@@ -164,8 +169,9 @@ def merge(
     Short for `convert(base, save_dir, adapters=...)`, which shards as well. Raises megaconv.errors.CheckpointError.
     """
     return convert(
-        base, save_dir, saver=saver, loader=loader, config=config, dtype=dtype, verify=verify, overwrite=overwrite, resume=resume,
-        adapters=[adapters] if isinstance(adapters, str) else adapters, max_memory=max_memory, workers=workers, progress=progress,
+        base, save_dir, saver=saver, loader=loader, config=config, dtype=dtype, dry_run=dry_run, verify=verify,
+        overwrite=overwrite, resume=resume, adapters=[adapters] if isinstance(adapters, str) else adapters, max_memory=max_memory,
+        workers=workers, progress=progress,
     )  # fmt: skip
 
 
@@ -194,6 +200,7 @@ def inspect(
     loader: str | None = None,
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
+    text_only: bool = False,
     options: Mapping[str, str] | None = None,
     check_source: bool = True,
 ) -> Inspection:
@@ -202,7 +209,7 @@ def inspect(
     check_source: compare names and shapes with its own megaconv.json, if it has one. Raises megaconv.errors.CheckpointError, also
     for what `megaconv inspect` shows though it can't be converted.
     """
-    read = LoadOptions(_path(config), true_vocab_size, extra=options or {})
+    read = LoadOptions(_path(config), true_vocab_size, text_only=text_only, extra=options or {})
     return inspection.inspect(path, read, loader, check_source=check_source)
 
 
@@ -215,6 +222,7 @@ def plan(
     loader: str | None = None,
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
+    text_only: bool = False,
     options: Mapping[str, str] | None = None,
 ) -> Layouts:
     """The parallel layouts that a model can have, what a rank holds of it, and the memory to train it.
@@ -222,7 +230,7 @@ def plan(
     gpus: of the run; None: as few as hold the model once. gpu_memory: of one, in bytes, or text with a unit.
     Raises megaconv.errors.CheckpointError.
     """
-    read = LoadOptions(_path(config), true_vocab_size, optimizer=False, extra=options or {})
+    read = LoadOptions(_path(config), true_vocab_size, optimizer=False, text_only=text_only, extra=options or {})
     if gpus is not None and gpus < 1:
         raise UsageError(f"gpus={gpus}: expected 1 or more")
     header = inspection.inspect(path, read, loader, check_source=False).header

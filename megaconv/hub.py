@@ -111,7 +111,16 @@ def tokenizer_directory(place: str) -> Path:
 def nothing_at(path: Path) -> UsageError:
     """The error for a path where nothing is, which says where a relative one was looked for."""
     where = "" if path.is_absolute() else f" (looked for {path.absolute()})"
+    where += f"; {UNEXPANDED}" if is_unexpanded(path) else ""
     return UsageError(f"{path}: no such file or directory{where}", code="no-such-input")
+
+
+UNEXPANDED = "~ is for a shell to expand, which it doesn't behind = or in quotes"
+
+
+def is_unexpanded(path: str | Path) -> bool:
+    """Whether a path begins with the home directory's sign, which here is a name like any other."""
+    return Path(path).parts[:1] == ("~",)
 
 
 def _of_page(place: str) -> str:

@@ -150,7 +150,8 @@ def _file(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError 
             f"{path}: is one file of a checkpoint; give the directory that holds all of it: {directory}"
         )
     known = _directory(path.parent, is_checkpoint, below=False)
-    return known or UnknownFormat(f"{path}: is a file, where the directory of a checkpoint should be")
+    step = "; a configuration of any name is taken by --loader config" if path.suffix == ".json" else ""
+    return known or UnknownFormat(f"{path}: is a file, where the directory of a checkpoint should be{step}")
 
 
 def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool = True) -> CheckpointError | None:

@@ -25,6 +25,8 @@ class LoadOptions:
     """What quantized weights become (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Only the header is wanted: files that can only repeat what others say about names and shapes need not be read."""
+    needs_weights: bool = True
+    """Whether there have to be any: who asks for names and shapes alone takes those that a config.json describes."""
     text_only: bool = False
     """Of a model that sees or hears, only the language model in it; from Hugging Face directories."""
     extra: Mapping[str, str] = field(default_factory=dict)

@@ -32,8 +32,10 @@ LOADERS = (
     "llama_mistral",
     "mixtral_hf",
     "peft",
+    "config",
 )
-"""In the order in which they are asked about an input; those of other packages come before `hf`."""
+"""In the order in which they are asked about an input; those of other packages come before `hf`, and `config` is asked where
+nothing else is known of it."""
 SAVERS = ("core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same thing."""
@@ -69,6 +71,8 @@ class Saver(Protocol):
     gets what was given by `--option` in SaveOptions.extra, as loaders do. One with `refuse(config, options, has_layout=...)` may
     raise LayoutError there, before the input's tensors are looked up, where a config.json describes the model
     (`engine/early_check.py`).
+    One with `read_back(directory)` gives the native tensors of a finished output, by record and as they are stored, to `--verify`
+    one that no loader gives like that (`engine/reading_back.py`).
     One with `uses(options)` names the fields of SaveOptions that it reads; others are refused where they are given.
     """
 
@@ -106,7 +110,7 @@ def _find(kind: str, ours: tuple[str, ...], name: str) -> object:
     if name in offered:
         return plugins.load(kind, offered[name])
     raise UsageError(
-        f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])}",
+        f"no {kind[:-1]} is called {name!r}; known: {', '.join([*ours, *offered])} (`megaconv formats` describes them)",
         code="unknown-loader" if kind == "loaders" else "unknown-saver",
     )
 
@@ -141,9 +145,12 @@ def detect(place: Place) -> tuple[str, Loader]:
             f"{place}: no loader takes it; known: {', '.join(f'{scheme}://' for scheme in known)}, "
             "and those of packages that aren't installed"
         )
-    error = explain(place, is_checkpoint)
+    description = loader("config")
+    error = None if place.is_file() and description.detect(place) else explain(place, is_checkpoint)
     if error is not None:
         raise error
+    if description.detect(place):
+        return "config", description
     if (place / CONFIG_NAME).is_file():
         return "hf", loader("hf")  # which says best what should lie beside it
     raise UnknownFormat(
@@ -163,8 +170,9 @@ def is_checkpoint(place: Path) -> bool:
 
 
 def _in_order() -> Iterator[tuple[str, Loader]]:
-    """Those of other packages before `hf`: a format of their own may well have a config.json."""
-    for name in LOADERS:
+    """Those of other packages before `hf`: a format of their own may well have a config.json. Without `config`, which takes what
+    is no checkpoint."""
+    for name in LOADERS[:-1]:
         if name == "hf":
             yield from plugins.usable("loaders", LOADERS).items()
         yield name, loader(name)

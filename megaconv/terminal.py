@@ -5,6 +5,7 @@ bytes that are no text at all.
 """
 
 import logging
+import os
 import shutil
 import sys
 import textwrap
@@ -31,6 +32,13 @@ def show(text: object, file: TextIO | None = None) -> None:
     """Print one line; file: sys.stdout unless given."""
     file = file or sys.stdout
     print(one_line(text, file.encoding), file=file)
+
+
+def hide_download_bars(*, quiet: bool = False) -> None:
+    """Those of the Hub's client, where stderr is no terminal, or where quiet is asked for. It reads its environment when it is
+    imported; whoever has set it there keeps them."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():  # in a log they would be lines without end
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def columns() -> int | None:

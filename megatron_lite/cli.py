@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megaconv.errors import CheckpointError
-from megaconv.terminal import show
+from megaconv.terminal import hide_download_bars, show
 from megatron_lite.loop.failure import tell_launcher
 from megatron_lite.loop.slurm import adopt
 from megatron_lite.settings.arguments import DESCRIPTIONS, parse
@@ -43,6 +43,7 @@ OTHERS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ends the process with the exit status: 0 done, 1 failed, 2 wrong usage, 3 an input is corrupt."""
+    hide_download_bars()
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else "--help"
     if command in ("-h", "--help"):

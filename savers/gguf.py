@@ -1,9 +1,11 @@
 """GGUF for llama.cpp: one file with weights, the model's sizes and its tokenizer, of the architectures that are checked."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
+from formats import gguf_header
 from formats.gguf import BLOCK, KINDS, GgufLayout, Value
-from formats.tensor import Shape, matrix_shape
+from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, matrix_shape
 from megaconv.engine.gguf_tokenizer import tokenizer_values
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.stored_forms import LEFT_OUT, Form, stored_shape
@@ -90,6 +92,22 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             f"{config.mtp_layers} MTP layer(s) are left out: {architecture} has none in llama.cpp; outputs don't change"
         )
     return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=notices)
+
+
+def read_back(directory: Path) -> dict[str, LazyTensor]:
+    """The tensors of an output as they are stored, those of Q8_0 in bytes."""
+    path = directory / FILE
+    file = InputFile.open(path)
+    return {
+        name: FileTensor(
+            file,
+            each.offset,
+            stored_shape(each.shape, Form(each.dtype)),
+            "uint8" if each.dtype == "q8_0" else each.dtype,
+        )
+        for name, each in gguf_header.read(path).tensors.items()
+        if each.dtype in KINDS
+    }
 
 
 def _is_transposed(native: NativeTensor) -> bool:

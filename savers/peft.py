@@ -3,10 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from formats import safetensors
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
-from formats.tensor import ITEMSIZE, matrix_shape
+from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape
 from megaconv.engine.adapters.peft_files import CONFIG, PREFIX, WEIGHTS
 from megaconv.engine.adapters.translation import (
     Module,
@@ -58,6 +60,11 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         for name, regions in native.parts.items():
             placements.setdefault(Key(name), []).append(Placement(file, native.name, row_bytes, regions))
     return OutputPlan(files, placements)
+
+
+def read_back(directory: Path) -> dict[str, LazyTensor]:
+    """The tensors of an output, which a loader gives only beside the model that they are for."""
+    return dict(safetensors.read(directory / WEIGHTS[0]))
 
 
 def _names(path: str) -> tuple[str, str, str]:

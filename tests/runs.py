@@ -1,9 +1,11 @@
 """The command line run by tests, and what has to hold after every run that fails."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from hashlib import sha256
@@ -55,6 +57,30 @@ def finish(process: subprocess.Popen[str], seconds: float = 30) -> Outcome:
         process.communicate()
         raise
     return Outcome(process.returncode, out, err)
+
+
+def on_a_terminal(*arguments: object, **environment: str) -> str:
+    """All that a command writes when it talks to a terminal."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    command = [sys.executable, "-c", MAIN, *map(str, arguments)]
+    root = str(Path(__file__).parents[1])
+    with subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm", "PYTHONPATH": root} | environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                block = os.read(ours, 1 << 16)
+            except OSError:  # Linux reports the end of a terminal as an error
+                break
+            if not block:
+                break
+            shown += block
+        assert process.wait(30) == 0
+    os.close(ours)
+    return shown.decode()
 
 
 def assert_refused(outcome: Outcome, status: int, *words: str) -> None:

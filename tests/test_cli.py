@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from tests.conftest import FIXTURES
 from tests.models import write_llama
-from tests.runs import MAIN, assert_refused, finish, run, snapshot, start, unchanged
+from tests.runs import assert_refused, finish, on_a_terminal, run, snapshot, start, unchanged
 
 COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff", "scan", "formats", "demo")
 TP2PP2 = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
@@ -371,7 +371,8 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
     neighbours = ["nemo", "dcp", "deepspeed", "fsdp", "orbax", "gguf"]
-    assert list(document["loaders"]) == ["core", "legacy", *neighbours, "hf", "llama_mistral", "mixtral_hf", "peft"]
+    others = ["hf", "llama_mistral", "mixtral_hf", "peft", "config"]
+    assert list(document["loaders"]) == ["core", "legacy", *neighbours, *others]
     assert list(document["savers"]) == ["core", "legacy", "dcp", "hf", "llama_mistral", "gguf", "peft"]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
     shown = run("formats").out
@@ -577,35 +578,9 @@ def test_no_escape_codes_where_nobody_looks(hf: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_no_color_is_respected_on_a_terminal(hf: Path) -> None:
-    shown = on_a_terminal(["fingerprint", str(hf)], NO_COLOR="1")
+    shown = on_a_terminal("fingerprint", hf, NO_COLOR="1")
     assert re.search(r"[0-9a-f]{64}", shown)
     assert not re.search(r"\x1b\[[0-9;]*m", shown)
-
-
-def on_a_terminal(arguments: list[str], **environment: str) -> str:
-    """All that a command writes when it talks to a terminal."""
-    import pty
-    import subprocess
-
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", MAIN, *arguments]
-    root = str(Path(__file__).parents[1])
-    with subprocess.Popen(
-        command, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm", "PYTHONPATH": root} | environment
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                block = os.read(ours, 1 << 16)
-            except OSError:  # Linux reports the end of a terminal as an error
-                break
-            if not block:
-                break
-            shown += block
-        assert process.wait(30) == 0
-    os.close(ours)
-    return shown.decode()
 
 
 # Exit statuses.

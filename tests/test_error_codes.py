@@ -133,7 +133,7 @@ def test_what_is_wrong_with_an_input_has_codes(model: Path, tmp_path: Path) -> N
     weights.write_bytes(weights.read_bytes()[:-8])
     assert error_of("fingerprint", model, status=3)["code"] == "truncated-file"
     weights.unlink()
-    assert error_of("inspect", model, status=3)["code"] == "missing-file"
+    assert error_of("fingerprint", model, status=3)["code"] == "missing-file"
 
 
 def test_a_target_that_exists_has_a_code(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megaconv.engine.conversion import fingerprint
 from megaconv.engine.preparation import open_source
 from megaconv.errors import UsageError
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, run, start
+from tests.runs import Outcome, assert_refused, finish, on_a_terminal, run, start
 
 Files = dict[str, bytes]
 
@@ -206,6 +206,18 @@ def test_a_model_is_converted_from_the_hub(online: Hub, models: dict[str, Path],
 
 def test_stdout_holds_nothing_of_the_download(online: Hub) -> None:
     assert json.loads(megaconv("inspect", "org/name", "--json").out)["family"] == "llama"
+
+
+@pytest.mark.parametrize("command", ["fingerprint", "inspect", "plan", "scan"])
+def test_the_clients_bars_are_for_terminals_alone(
+    online: Hub, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    assert "%|" not in megaconv(command, "org/name").err
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "once more"))
+    assert "%|" not in on_a_terminal(command, "org/name", "--quiet")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "a third time"))
+    assert "%|" in on_a_terminal(command, "org/name")
 
 
 def test_a_local_path_goes_before_the_hub(

@@ -100,6 +100,7 @@ def test_of_many_checkpoints_below_some_are_listed_and_more_are_said(tmp_path: P
         (a_file("model.gguf", LFS), ["model.gguf: is a Git LFS pointer"]),
         (a_file("model.nemo", HTML), ["model.nemo: is an HTML page"]),
         (a_file("llama.tar.gz"), ["is an archive; unpack it"]),
+        (a_file("llama.json", b"{}"), ["a configuration of any name is taken by --loader config"]),
         (a_file("notes.txt", b"hello"), ["notes.txt: is a file, where the directory of a checkpoint should be"]),
         (touch("notes.txt"), ["not a checkpoint of a known format"]),
     ],

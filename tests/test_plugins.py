@@ -219,7 +219,8 @@ def test_a_plugins_files_are_recognised_beside_a_config_json(llama: Path, tmp_pa
     (llama / "model.safetensors").unlink()
     assert megaconv.inspect(llama).loader == "pebble"
     (llama / "model.pebble").unlink()
-    assert_refused(run("inspect", llama), 3, "has a config.json but no weights; expected one of model.safetensors")
+    assert megaconv.inspect(llama).loader == "config"
+    assert_refused(run("fingerprint", llama), 3, "has a config.json but no weights; expected one of model.safetensors")
 
 
 # Options.

@@ -49,6 +49,22 @@ def test_convert_reports_what_it_did(hf: Path, tmp_path: Path) -> None:
     }
 
 
+def test_a_dry_run_reports_what_the_command_prints_and_writes_nothing(hf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ckpt"
+    told: list[tuple[int, int]] = []
+    planned = megaconv.convert(
+        hf, out, saver="core", tp=2, dry_run=True, verify=True, progress=lambda *how_far: told.append(how_far)
+    )
+    printed = run("convert", hf, out, "--saver", "core", "--tp", 2, "--dry-run", "--json")
+    assert planned.to_json() == json.loads(printed.out)
+    assert (planned.fingerprint, told, list(tmp_path.iterdir())) == (None, [], [])
+    assert megaconv.convert(hf, out, saver="core", tp=2).files == planned.files
+    with pytest.raises(TargetExists):
+        megaconv.convert(hf, out, saver="core", tp=2, dry_run=True)
+    with pytest.raises(CheckpointError, match="8"):
+        megaconv.convert(hf, tmp_path / "other", saver="core", tp=3, dry_run=True)
+
+
 def test_open_gives_configuration_layout_and_whole_tensors(hf: Path, core: Path) -> None:
     checkpoint, wanted = megaconv.open(core), load_file(hf / "model.safetensors")
     assert checkpoint.layout is not None

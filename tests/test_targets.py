@@ -37,6 +37,19 @@ def test_an_empty_path_is_no_target(
             megaconv.convert(model, "", saver="core", overwrite=True)
 
 
+@pytest.mark.parametrize("target", ["~/out", "~"])
+def test_a_home_directory_that_no_shell_has_looked_up_is_no_target(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """What `--save-dir=~/out` asks for, and "~/out" from Python."""
+    monkeypatch.chdir(tmp_path)
+    for options in ([], ["--dry-run"], ["--overwrite"]):
+        with unchanged(tmp_path):
+            assert_refused(convert(model, target, *options), 2, f"{target}: ~ is for a shell", "in full")
+    assert_refused(run("inspect", target), 2, f"{target}: no such file", "~ is for a shell")
+    assert convert(model, "~backup").status == 0
+
+
 def test_an_empty_path_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write_llama(tmp_path / "model", layers=1))
     assert_refused(run("convert", "--load-dir", "", "--saver", "core", "--save-dir", tmp_path / "out"), 2, "empty")

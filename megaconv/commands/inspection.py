@@ -53,7 +53,8 @@ class Inspection:
             "format": header.source,
             "loader": self.loader,
             "family": config.family,
-            "convertible": True,
+            "convertible": header.has_weights,
+            "reason": self.reason,
             "parameters": header.parameters,
             "bytes": header.nbytes,
             "disk_bytes": self.disk_bytes,
@@ -74,6 +75,11 @@ class Inspection:
                 str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
             },
         }
+
+    @property
+    def reason(self) -> str | None:
+        """Why it can't be converted; None where it can."""
+        return None if self.header.has_weights else "it is a configuration alone, without weights"
 
     def _layout(self) -> dict[str, Any] | None:
         layout = self.header.layout
@@ -178,6 +184,8 @@ class Inspection:
                 f"{RECORD_NAME} differs: {others}" if others else f"names and shapes are as {RECORD_NAME} says"
             )
             found.append(("record", description))
+        if self.reason is not None:
+            found.append(("convertible", f"no: {self.reason}"))
         return found
 
 
@@ -223,9 +231,12 @@ def inspect(
     """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
     if it has one. Raises CheckpointError."""
     options, place = options or LoadOptions(), resolve(path, metadata_only=True)
-    name, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=False))
+    name, source = open_source(
+        place, loader, replace(options, metadata_only=True, needs_weights=False, optimizer=False)
+    )
     overridden = options.config is not None or options.true_vocab_size is not None
-    record = find_record(place) if check_source and not overridden else None
+    compared = check_source and not overridden and source.header.has_weights
+    record = find_record(place) if compared else None
     differences = None if record is None else record.other_tensors(source.header.manifest)
     return Inspection(
         str(path),

@@ -13,7 +13,7 @@ from typing import Any
 from formats.signals import ENDING
 from megaconv.commands.endings import errors_reported, say
 from megaconv.errors import CODES, Interrupted
-from megaconv.terminal import log_to_stderr
+from megaconv.terminal import hide_download_bars, log_to_stderr
 
 _AGAIN_SECONDS = 0.01
 _INTERRUPTED = CODES["interrupted"].exit_status
@@ -70,6 +70,7 @@ def _prepare() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
     log_to_stderr("megaconv")
+    hide_download_bars()
     for signum in (*ENDING, signal.SIGALRM):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
             signal.signal(signum, _interrupt)

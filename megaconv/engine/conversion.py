@@ -12,11 +12,13 @@ from typing import Any
 
 from formats.opened import OpenedFiles
 from formats.staging import Staging
+from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import block_bytes, default_workers
 from megaconv.engine.preparation import ConvertOptions, Report, open_source, prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
+from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream
@@ -111,8 +113,8 @@ def _convert(
         if not ranks.rank:
             report.check.compare(fingerprint)
         if options.verify:
-            hashed, completed = frozenset(shares[ranks.rank].hashed), bool(report.plan.from_base)
-            verify_fingerprint(staging.data, fingerprint, hashed, workers_of(options), completed=completed)
+            hashed = frozenset(shares[ranks.rank].hashed)
+            verify_fingerprint(staging.data, saver, report, fingerprint, hashed, workers_of(options))
             ranks.gather("")
         if ranks.rank:
             staging.keep()
@@ -188,14 +190,17 @@ def _send(source: Source, stream: Stream) -> None:
 
 
 def verify_fingerprint(
-    path: Path, expected: Fingerprint, keys: Collection[Key], workers: int, *, completed: bool = False
+    path: Path, saver: str, report: Report, expected: Fingerprint, keys: Collection[Key], workers: int
 ) -> None:
-    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed.
-
-    completed: the original may have added more tensors, and everything beside a language model.
-    """
-    alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
-    _, source = open_source(path, options=LoadOptions(text_only=completed and alone and sees_or_hears(path)))
+    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed."""
+    read_back = getattr(registry.saver(saver), "read_back", None)
+    completed = bool(report.plan.from_base)  # by more tensors of the original, and everything beside a language model
+    source: Source
+    if read_back is not None:
+        source = as_streamed(path, read_back(path), report.header, report.plan)
+    else:
+        alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
+        _, source = open_source(path, options=LoadOptions(text_only=completed and alone and sees_or_hears(path)))
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")

@@ -265,8 +265,6 @@ def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions
         raise UsageError(
             f"--adapter: {load_dir} is an adapter itself; give the base it is to be merged into as --load-dir"
         )
-    if options.verify and saver == "peft":
-        raise UsageError("--verify: an adapter of peft's can't be read back without its base; leave it out")
 
 
 def _fitted(adapter: Source, saver: str, options: SaveOptions) -> Source:
@@ -316,8 +314,11 @@ def _stored(source: Source, saver: str, options: ConvertOptions, processes: int)
     forms = getattr(found, "forms", None)
     if forms is None:
         return source, None
-    if options.verify and not getattr(found, "READS_BACK", False):
-        raise UsageError(f"--verify: an output of --saver {saver} can't be read back; leave it out")
+    if options.verify and not (getattr(found, "READS_BACK", False) or hasattr(found, "read_back")):
+        raise UsageError(
+            f"--verify: --saver {saver} stores other values than are read from its outputs, and has no way to read them as stored; "
+            "leave it out"
+        )
     if options.save.quantize and processes > 1:
         raise UsageError("--quantize: one process has to see all weights, to say how far they are off; start only one")
     takes = {key: value for key, value in options.all_extra().items() if key in registry.options_of(found)}

@@ -6,12 +6,15 @@ from pathlib import Path
 
 from megaconv import registry
 from megaconv.errors import CheckpointError, TargetExists, UsageError
+from megaconv.hub import UNEXPANDED, is_unexpanded
 
 
 def refuse_place(target: str | Path) -> None:
-    """Raises UsageError for no path at all, the working directory and what it lies in."""
+    """Raises UsageError for no path at all, one in a home directory that nobody looked up, the working directory and what it lies in."""
     if not str(target):
         raise UsageError("the output's path is empty; is a variable unset that it was made of?")
+    if is_unexpanded(target):
+        raise UsageError(f"{target}: {UNEXPANDED}; give the path in full")
     here, place = Path.cwd(), _real(target)
     if place == here or place in here.parents:
         what = "is the working directory" if place == here else f"holds the working directory {here}"
@@ -44,7 +47,7 @@ def _real(path: str | Path) -> Path:
 
 def _is_checkpoint(path: Path) -> bool:
     try:
-        registry.detect(path)
+        name, _ = registry.detect(path)
     except CheckpointError:
         return False
-    return True
+    return name != "config"  # which may lie in any program's directory

@@ -49,9 +49,16 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
         if name.endswith(".index.json"):
             return weights, read_sharded(weights)
         return weights, read_file(weights)
-    raise CorruptCheckpoint(
-        f"{path}: has a config.json but no weights; expected one of {', '.join(WEIGHT_NAMES)}", code="missing-file"
-    )
+    raise no_weights(path)
+
+
+def no_weights(path: Path) -> CorruptCheckpoint:
+    """The error for a directory with a config.json, or for that file, where weights are needed."""
+    if path.is_file():
+        what = "is a configuration; give the directory that holds the weights too"
+    else:
+        what = f"has a config.json but no weights; expected one of {', '.join(WEIGHT_NAMES)}"
+    return CorruptCheckpoint(f"{path}: {what}", code="missing-file")
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:

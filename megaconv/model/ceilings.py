@@ -49,7 +49,8 @@ def require_possible(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if type(value) is int and value > ceiling:
             raise CorruptCheckpoint(f"the model's {name} should be at most {ceiling:,}, found {_short(value)}")
-    layers, experts = values.get("layers.count"), values.get("experts.count")
+    layers, predicting, experts = (values.get(name) for name in ("layers.count", "mtp_layers", "experts.count"))
+    layers = layers + predicting if type(layers) is int and type(predicting) is int else layers
     if type(layers) is int and type(experts) is int and layers * experts > ALL_EXPERTS:
         what = f"{layers:,} layers of {experts:,} experts"
         raise CorruptCheckpoint(f"the model can't have {what}; there may be {ALL_EXPERTS:,} in all")

@@ -72,6 +72,8 @@ class Header:
     """Whether optimizer state lies beside the weights."""
     shifts: Mapping[Key, int] = field(default_factory=dict)
     """What the source has added to the values of a tensor; nothing to those that aren't listed. See engine/shifted.py."""
+    has_weights: bool = True
+    """Whether the tensors of the manifest are there; else it is what a configuration alone describes."""
     beside: Mapping[str, int] = field(default_factory=dict)
     """What lies beside the language model and was left out (`vision_tower`) -> how many tensors."""
     adapter: AdapterInfo | None = None

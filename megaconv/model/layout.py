@@ -166,7 +166,9 @@ def split_stacks(encoder: int, decoder: int, pp: int, split_rank: int) -> tuple[
 
 def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
     if len(stages) != pp * vpp:
-        raise LayoutError(f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}")
+        raise LayoutError(
+            f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}; choose sizes of as many"
+        )
     if sum(stages) != layers or min(stages) < 0:
         raise LayoutError(
             f"the layer split {','.join(map(str, stages))} places {sum(stages)} layers, but the model has {layers}"

@@ -173,10 +173,11 @@ def layer_elements(run: Described, layer: int) -> float:
         ):  # v, and what comes of attention, before and after their exchange
             found += config.attention.head_dim * (config.attention.heads + config.attention.kv_heads) / tp
     if kind.mlp == "dense":
-        made = (
-            0 if selective else 1 if is_plain_swiglu(config.mlp) or gates == 1 else 2
-        )  # the activated gate and its product
-        found += _width(run) + normed + config.mlp.ffn * (gates + made) / tp
+        activated = (
+            0 if gates == 1 or is_plain_swiglu(config.mlp) else 1
+        )  # gates, which other functions keep beside their input
+        made = 0 if selective else 1
+        found += _width(run) + normed + config.mlp.ffn * (gates + activated + made) / tp
     elif kind.mlp == "experts":
         experts, here = config.experts, tp if run.sequence else 1
         rows = config.hidden * (1 + run.sizes.layout.etp)

@@ -63,7 +63,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: format, family, parameters, sizes, dtypes, layout. Reads metadata only.
 
-    Whatever holds tensors is looked at: a single file, an adapter, a model of an unknown architecture.
+    Whatever holds tensors is looked at: a single file, an adapter, a model of an unknown architecture; and a config.json alone.
     Exit status 3: names or shapes of its tensors are not what its megaconv.json says.
     """
     from megaconv.commands.inspection import look

@@ -1,12 +1,12 @@
 """Options of the commands, with their help texts and with the spellings of Megatron-LM's own converter."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megaconv.errors import UsageError
+from megaconv.terminal import hide_download_bars
 
 CONVERT_EXAMPLES = """\b
 Examples:
@@ -37,9 +37,7 @@ Target = Annotated[str | None, typer.Argument(metavar="[DST]", help="The output 
 
 
 def _quiet_downloads(quiet: bool) -> bool:
-    """The Hub's client shows bars of its own, unless its environment says otherwise before it is imported."""
-    if quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    hide_download_bars(quiet=quiet)
     return quiet
 
 

@@ -23,11 +23,13 @@ def plan(
     true_vocab_size: opt.TrueVocab = None,
     text_only: opt.TextOnly = False,
     option: opt.Option = None,
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """List the parallel layouts that a model can have: what a rank holds of it, and the memory to train it.
 
     Memory is that of weights, gradients and optimizer state with Megatron's distributed optimizer, without activations.
+    A config.json is enough: PATH may be one, or a directory with no more than that.
     """
     from megaconv.commands.inspection import inspect
     from megaconv.commands.layouts import layouts

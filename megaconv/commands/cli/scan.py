@@ -13,6 +13,7 @@ from megaconv.terminal import show
 @app.command(epilog="Example: megaconv scan Llama-2-7b && echo nothing in there runs code")
 def scan(
     path: Annotated[str, typer.Argument(help="A directory, a file, or a Hub id.", metavar="PATH")],
+    quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """List what would run code, and files whose structure is damaged, without loading anything.

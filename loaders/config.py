@@ -1,0 +1,43 @@
+"""A config.json without weights: names and shapes of the model that it describes, for who asks for no more (`inspect`, `plan`)."""
+
+from pathlib import Path
+
+from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.weight_files import is_weights, no_weights
+from megaconv.errors import UsageError
+from megaconv.families import read_config
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
+from megaconv.model.ir import Header, Key, OpenedSource, TensorInfo
+from megaconv.model.table import canonical_shapes
+from megaconv.options import LoadOptions
+
+DESCRIPTION = "config.json alone, without weights: for inspect and plan"
+HAS_TEXT_ONLY = True
+READS_FILES = True
+
+
+def detect(path: Path) -> bool:
+    if not path.is_dir():
+        return path.name == CONFIG_NAME
+    return (path / CONFIG_NAME).is_file() and not any(map(is_weights, path.iterdir()))
+
+
+def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
+    """Raises CorruptCheckpoint where weights are wanted, UsageError for a model whose other parts its configuration doesn't list."""
+    if options.needs_weights:
+        raise no_weights(path)
+    given = options.config or path
+    file = given / CONFIG_NAME if given.is_dir() else given
+    family, config = read_config(file, text_only=options.text_only, whole=True)
+    if config.whole is not None:
+        raise UsageError(
+            f"{file}: {named(config.whole.config)} sees or hears, and a {CONFIG_NAME} doesn't list the tensors beside its language "
+            "model; --text-only looks at that alone"
+        )
+    shapes = canonical_shapes(family.rows, config)
+    manifest = {Key(name): TensorInfo(shape, config.dtype) for name, shape in shapes.items()}
+    header = Header(
+        config, manifest, files=find_sidecars(file.parent), source=f"{CONFIG_NAME} alone", has_weights=False
+    )
+    return OpenedSource(header, {})
