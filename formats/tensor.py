@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -318,6 +318,15 @@ class ReshapedTensor:
 def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
     """A tensor of as many elements, in the same row-major order."""
     return replace(tensor, shape=shape) if isinstance(tensor, FileTensor) else ReshapedTensor(tensor, shape)
+
+
+def number(value: Any) -> Any:
+    """A tensor of one element as a Python number, everything else as it is. Raises ValueError for more elements."""
+    if not hasattr(value, "read_into"):
+        return value
+    if prod(value.shape) != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
+        raise ValueError(f"a number was expected, found {value.dtype} {list(value.shape)}")
+    return read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()
 
 
 def read_tensor(tensor: LazyTensor) -> Bytes:
