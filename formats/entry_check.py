@@ -7,7 +7,7 @@ though in blocks and out of order; the CRCs of neighbouring stretches combine to
 from bisect import bisect_left
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
@@ -25,6 +25,16 @@ class Readable(Protocol):
     """The file that an entry lies in."""
 
     def read_into(self, offset: int, out: Bytes) -> None: ...
+
+
+class Entry(NamedTuple):
+    """A zip entry, and the checksum that its bytes should have."""
+
+    path: str
+    start: int
+    """In the file."""
+    size: int
+    crc: int
 
 
 class EntryCheck:
@@ -60,13 +70,22 @@ class EntryCheck:
                     "saved; copy the file again"
                 )
 
+    @property
+    def begun(self) -> bool:
+        """Whether something was read of it, and not compared yet."""
+        return not self._done and bool(self._spans or self._touched)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(str(self._path), self._start, self._size, self._crc)
+
     def touch(self) -> None:
         """Bytes were read that lie too scattered to be added one by one."""
         self._touched = True
 
     def finish(self, file: Readable) -> None:
         """Read what nobody needed of an entry that something was read of, as the padding of a vocabulary. Raises as add()."""
-        if self._done or not (self._spans or self._touched):
+        if not self.begun:
             return
         edges = [0, *(edge for start, end, _ in self._spans for edge in (start, end)), self._size]
         for start, end in zip(edges[::2], edges[1::2], strict=True):

@@ -7,7 +7,7 @@ dtypes are names (torch's), and buffers are arrays of bytes.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.ceilings import AXES, AXIS
-from formats.entry_check import EntryCheck
+from formats.entry_check import Entry, EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.opened import note_checked
 from formats.partial_files import PartialFile
@@ -327,6 +327,15 @@ def number(value: Any) -> Any:
     if prod(value.shape) != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
         raise ValueError(f"a number was expected, found {value.dtype} {list(value.shape)}")
     return read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()
+
+
+def check_later(entries: Iterable[Entry]) -> None:
+    """Have zip entries compared with their checksums when those of what is read now are: another process read a part of them."""
+    files: dict[str, InputFile] = {}
+    for entry in entries:
+        if entry.path not in files:
+            files[entry.path] = InputFile.open(Path(entry.path))
+        files[entry.path].checked(entry.start, entry.size, entry.crc).touch()
 
 
 def read_tensor(tensor: LazyTensor) -> Bytes:
