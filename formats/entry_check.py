@@ -40,10 +40,11 @@ class Entry(NamedTuple):
 class EntryCheck:
     """Of one entry. Stretches that overlap others are left out: then the entry may never count as read whole."""
 
-    __slots__ = ("_crc", "_done", "_path", "_size", "_spans", "_start", "_touched")
+    __slots__ = ("_begun", "_crc", "_done", "_path", "_size", "_spans", "_start", "_touched")
 
-    def __init__(self, path: Path, start: int, size: int, crc: int) -> None:
-        """start: in the file."""
+    def __init__(self, path: Path, start: int, size: int, crc: int, begun: set[Entry]) -> None:
+        """start: in the file. begun: where the entry is as long as something was read of it, and its checksum not compared."""
+        self._begun = begun
         self._path, self._start, self._size, self._crc = path, start, size, crc
         self._done = self._touched = False
         self._spans: list[tuple[int, int, int]] = []
@@ -62,6 +63,7 @@ class EntryCheck:
                 return
             self._join(start, start + data.nbytes, crc)
             if self._spans[0][:2] != (0, self._size):
+                self._begun.add(self.entry)
                 return
             self._done = True
             if self._spans.pop()[2] != self._crc:
@@ -69,11 +71,7 @@ class EntryCheck:
                     f"{self._path}: the checksum of the tensor at byte {self._start} is wrong: it was damaged since it was "
                     "saved; copy the file again"
                 )
-
-    @property
-    def begun(self) -> bool:
-        """Whether something was read of it, and not compared yet."""
-        return not self._done and bool(self._spans or self._touched)
+            self._begun.discard(self.entry)
 
     @property
     def entry(self) -> Entry:
@@ -81,11 +79,13 @@ class EntryCheck:
 
     def touch(self) -> None:
         """Bytes were read that lie too scattered to be added one by one."""
-        self._touched = True
+        if not (self._touched or self._done):
+            self._touched = True
+            self._begun.add(self.entry)
 
     def finish(self, file: Readable) -> None:
         """Read what nobody needed of an entry that something was read of, as the padding of a vocabulary. Raises as add()."""
-        if not self.begun:
+        if self._done or not (self._spans or self._touched):
             return
         edges = [0, *(edge for start, end, _ in self._spans for edge in (start, end)), self._size]
         for start, end in zip(edges[::2], edges[1::2], strict=True):

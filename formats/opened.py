@@ -35,6 +35,8 @@ class Checked(Readable, Protocol):
     """A file with checksums inside."""
 
     checks: list[EntryCheck]
+    begun: set[Entry]
+    """Of those of them of which a part was read."""
 
 
 class OpenedFiles:
@@ -74,7 +76,7 @@ class OpenedFiles:
 
     def begun_entries(self) -> list[Entry]:
         """Those of which a part was read, so that nobody has compared their checksums."""
-        return [check.entry for file in self._checked for check in file.checks if check.begun]
+        return [entry for file in self._checked for entry in tuple(file.begun)]
 
     def require_as_stored(self, *, whole: bool = True) -> None:
         """To be called when all that is needed was read.

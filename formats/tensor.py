@@ -128,6 +128,8 @@ class InputFile:
     size: int
     checks: list[EntryCheck] = field(default_factory=list, compare=False, repr=False)
     """Of its zip entries that were looked at."""
+    begun: set[Entry] = field(default_factory=set, compare=False, repr=False)
+    """Those of which a part was read, so that their checksums are still to be compared."""
     _partial: PartialFile | None = field(default=None, compare=False, repr=False)
     """Where only some of its bytes are here."""
     _descriptor: int | None = field(default=None, repr=False)
@@ -183,7 +185,7 @@ class InputFile:
 
     def checked(self, start: int, size: int, crc: int) -> EntryCheck:
         """The check of a zip entry in it."""
-        check = EntryCheck(self.path, start, size, crc)
+        check = EntryCheck(self.path, start, size, crc, self.begun)
         self.checks.append(check)
         return check
 
