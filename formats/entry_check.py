@@ -7,7 +7,7 @@ though in blocks and out of order; the CRCs of neighbouring stretches combine to
 from bisect import bisect_left
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
@@ -27,13 +27,24 @@ class Readable(Protocol):
     def read_into(self, offset: int, out: Bytes) -> None: ...
 
 
+class Entry(NamedTuple):
+    """A zip entry, and the checksum that its bytes should have."""
+
+    path: str
+    start: int
+    """In the file."""
+    size: int
+    crc: int
+
+
 class EntryCheck:
     """Of one entry. Stretches that overlap others are left out: then the entry may never count as read whole."""
 
-    __slots__ = ("_crc", "_done", "_path", "_size", "_spans", "_start", "_touched")
+    __slots__ = ("_begun", "_crc", "_done", "_path", "_size", "_spans", "_start", "_touched")
 
-    def __init__(self, path: Path, start: int, size: int, crc: int) -> None:
-        """start: in the file."""
+    def __init__(self, path: Path, start: int, size: int, crc: int, begun: set[Entry]) -> None:
+        """start: in the file. begun: where the entry is as long as something was read of it, and its checksum not compared."""
+        self._begun = begun
         self._path, self._start, self._size, self._crc = path, start, size, crc
         self._done = self._touched = False
         self._spans: list[tuple[int, int, int]] = []
@@ -52,6 +63,7 @@ class EntryCheck:
                 return
             self._join(start, start + data.nbytes, crc)
             if self._spans[0][:2] != (0, self._size):
+                self._begun.add(self.entry)
                 return
             self._done = True
             if self._spans.pop()[2] != self._crc:
@@ -59,10 +71,17 @@ class EntryCheck:
                     f"{self._path}: the checksum of the tensor at byte {self._start} is wrong: it was damaged since it was "
                     "saved; copy the file again"
                 )
+            self._begun.discard(self.entry)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(str(self._path), self._start, self._size, self._crc)
 
     def touch(self) -> None:
         """Bytes were read that lie too scattered to be added one by one."""
-        self._touched = True
+        if not (self._touched or self._done):
+            self._touched = True
+            self._begun.add(self.entry)
 
     def finish(self, file: Readable) -> None:
         """Read what nobody needed of an entry that something was read of, as the padding of a vocabulary. Raises as add()."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from formats.entry_check import EntryCheck, Readable
+from formats.entry_check import Entry, EntryCheck, Readable
 from formats.errors import CorruptCheckpoint
 
 
@@ -35,6 +35,8 @@ class Checked(Readable, Protocol):
     """A file with checksums inside."""
 
     checks: list[EntryCheck]
+    begun: set[Entry]
+    """Of those of them of which a part was read."""
 
 
 class OpenedFiles:
@@ -71,6 +73,10 @@ class OpenedFiles:
 
     def note_checked(self, file: "Checked") -> None:
         self._checked.append(file)
+
+    def begun_entries(self) -> list[Entry]:
+        """Those of which a part was read, so that nobody has compared their checksums."""
+        return [entry for file in self._checked for entry in tuple(file.begun)]
 
     def require_as_stored(self, *, whole: bool = True) -> None:
         """To be called when all that is needed was read.
@@ -122,6 +128,12 @@ def note_checked(file: Checked) -> None:
     opened = _current.get()
     if opened is not None:
         opened.note_checked(file)
+
+
+def begun_entries() -> list[Entry]:
+    """Of all files that were opened up to now. See OpenedFiles."""
+    opened = _current.get()
+    return opened.begun_entries() if opened is not None else []
 
 
 @contextmanager

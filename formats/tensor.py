@@ -7,18 +7,18 @@ dtypes are names (torch's), and buffers are arrays of bytes.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.ceilings import AXES, AXIS
-from formats.entry_check import EntryCheck
+from formats.entry_check import Entry, EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.opened import note_checked
 from formats.partial_files import PartialFile
@@ -128,6 +128,8 @@ class InputFile:
     size: int
     checks: list[EntryCheck] = field(default_factory=list, compare=False, repr=False)
     """Of its zip entries that were looked at."""
+    begun: set[Entry] = field(default_factory=set, compare=False, repr=False)
+    """Those of which a part was read, so that their checksums are still to be compared."""
     _partial: PartialFile | None = field(default=None, compare=False, repr=False)
     """Where only some of its bytes are here."""
     _descriptor: int | None = field(default=None, repr=False)
@@ -183,7 +185,7 @@ class InputFile:
 
     def checked(self, start: int, size: int, crc: int) -> EntryCheck:
         """The check of a zip entry in it."""
-        check = EntryCheck(self.path, start, size, crc)
+        check = EntryCheck(self.path, start, size, crc, self.begun)
         self.checks.append(check)
         return check
 
@@ -318,6 +320,24 @@ class ReshapedTensor:
 def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
     """A tensor of as many elements, in the same row-major order."""
     return replace(tensor, shape=shape) if isinstance(tensor, FileTensor) else ReshapedTensor(tensor, shape)
+
+
+def number(value: Any) -> Any:
+    """A tensor of one element as a Python number, everything else as it is. Raises ValueError for more elements."""
+    if not hasattr(value, "read_into"):
+        return value
+    if prod(value.shape) != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
+        raise ValueError(f"a number was expected, found {value.dtype} {list(value.shape)}")
+    return read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()
+
+
+def check_later(entries: Iterable[Entry]) -> None:
+    """Have zip entries compared with their checksums when those of what is read now are: another process read a part of them."""
+    files: dict[str, InputFile] = {}
+    for entry in entries:
+        if entry.path not in files:
+            files[entry.path] = InputFile.open(Path(entry.path))
+        files[entry.path].checked(entry.start, entry.size, entry.crc).touch()
 
 
 def read_tensor(tensor: LazyTensor) -> Bytes:

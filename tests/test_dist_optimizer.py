@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import megaconv
 from formats import torch_dist, torch_zip, zarr_arrays
-from megaconv.errors import CheckpointError, TensorMismatch, UsageError
+from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch, UsageError
 from megaconv.megatron.optimizer.buffers import BufferParameter, fill, fitting, matching
 from tests.conftest import FIXTURES
 from tests.put_together import assert_holds_optimizer
@@ -186,6 +186,16 @@ def test_state_of_another_shape_is_named(zarr: Path) -> None:
     )
     with pytest.raises(TensorMismatch, match=r"output_layer\.weight is \[112, 32\], its exp_avg .* \[32\]"):
         megaconv.fingerprint(zarr)
+
+
+@pytest.mark.parametrize("slot", ["max_exp_avg_sq", "momentum_buffer"])
+def test_more_state_than_one_optimizer_has_is_refused(slot: str, zarr: Path) -> None:
+    version = zarr / "iter_0000002"
+    key = "decoder.final_layernorm.weight"
+    shutil.copytree(version / f"optimizer.state.exp_avg.{key}", version / f"optimizer.state.{slot}.{key}")
+    with pytest.raises(NotExpressible, match=rf"{slot}.*only Adam's"):
+        megaconv.fingerprint(zarr)
+    assert megaconv.convert(zarr, zarr.parent / "out", saver="core", optimizer=False).notices
 
 
 @pytest.mark.parametrize("what", ["param_state", "optimizer"])

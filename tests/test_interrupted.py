@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+import megaconv
 from megaconv.commands import cli
 from megaconv.errors import Interrupted
 from tests.models import write_large_llama, write_llama
@@ -284,6 +287,42 @@ def test_resuming_with_another_source_starts_over(model: Path) -> None:
     write_llama(model, seed=1)
     assert run(*conversion(model, "--resume")).status == 0
     assert run("diff", model, model.parent / "out").status == 0
+
+
+def test_resuming_without_a_loss_that_was_allowed_before_is_refused_as_ever(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][3, 5] = 98304.0
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    options, journaled = (
+        ["--dtype", "fp16"],
+        f"while open({str(staging(model) / 'journal.jsonl')!r}).read().count(chr(10)) < 30: pass",
+    )
+    kill(model, "FileTensor", "read_into", 30, *options, "--allow-lossy", "overflow", journaled=journaled)
+    assert_refused(run(*conversion(model, *options, "--resume")), 2, "98304", "--allow-lossy overflow")
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_damage_in_what_only_the_killed_run_read_is_found(ckpt_format: str, model: Path) -> None:
+    """Of an embedding without its padding, whose checksum is that of all rows, and which the second run doesn't read."""
+    padded, out = model.parent / "padded", model.parent / "out"
+    megaconv.convert(model, padded, saver="core", ckpt_format=ckpt_format, vocab_divisor=256, workers=1)
+    (padded / "megaconv.json").unlink()
+    (file,) = [*padded.glob("*/mp_rank_00/model_optim_rng.pt"), *padded.glob("*/*.distcp")]
+    stored = load_file(model / "model.safetensors")["model.embed_tokens.weight"][0].view(torch.uint8).numpy().tobytes()
+    content = bytearray(file.read_bytes())
+    content[content.index(stored)] ^= 0x40
+    file.write_bytes(content)
+    command: list[object] = ["convert", padded, out, "--saver", "hf", "--workers", 1]
+    journal = str(staging(model) / "journal.jsonl")
+    before = KILL.format(
+        owner="FileTensor",
+        name="read_into",
+        number=30,
+        journaled=f"while open({journal!r}).read().count(chr(10)) < 20: pass",
+    )
+    assert finish(start(*command, before=before)).status == -signal.SIGKILL
+    for options in ["--resume"], []:
+        assert_refused(run(*command, *options), 3, file.name, "checksum")
 
 
 def test_resuming_where_nothing_was_begun_just_converts(model: Path) -> None:

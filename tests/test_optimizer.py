@@ -361,6 +361,22 @@ def test_the_loss_scale_of_fp16_goes_along(tmp_path: Path) -> None:
     assert prints(tmp_path / "out") == prints(source)
 
 
+@pytest.mark.parametrize("options", [{}, {"ckpt_format": "torch_dist"}])
+def test_optimizers_with_loss_scales_of_their_own_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """Experts' optimizer lowers its scale for itself, and an output has a place for one scale."""
+    made = tmp_path / "made"
+    megaconv.convert(source_of(MIXTURE), made, saver="core", dtype="fp16", **options)
+    for file in [*made.glob("*/*/model_optim_rng.pt"), *made.glob("*/common.pt")]:
+        state = read_rank_file(file)
+        listed = state["optimizer"]
+        dense, experts = listed if isinstance(listed, list) else listed.values()
+        dense["grad_scaler"], experts["grad_scaler"] = SCALER, {**SCALER, "growth_tracker": 8}
+        torch.save(state, file)
+    (made / "megaconv.json").unlink()
+    with pytest.raises(NotExpressible, match=r"different loss scales .*growth_tracker 7.*growth_tracker 8"):
+        megaconv.fingerprint(made)
+
+
 SCALER = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
 
 
@@ -549,6 +565,12 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], type[CheckpointErro
     "different steps": (
         lambda state: state["optimizer"]["optimizer"]["state"][1].update(step=torch.tensor(9.0)), TensorMismatch, "9 times",
     ),
+    "a part of a step": (
+        lambda state: state["optimizer"]["optimizer"]["state"][1].update(step=torch.tensor(2.5)), CheckpointError, r"a step of 2\.5",
+    ),
+    "more than Adam's state": (
+        lambda state: state["optimizer"]["optimizer"]["state"][0].update(max_exp_avg_sq=torch.zeros(2)), NotExpressible, "max_exp_avg_sq",
+    ),
     "a multiplied learning rate": (
         lambda state: state["optimizer"]["optimizer"]["param_groups"][0].update(lr_mult=10.0), NotExpressible, "lr_mult",
     ),
@@ -612,6 +634,16 @@ def test_a_buffer_of_another_length_is_refused(distributed: Path) -> None:
         entry["numel_unpadded"] += 64
     torch.save(stored, file)
     with pytest.raises(TensorMismatch, match="buffer of"):
+        megaconv.fingerprint(distributed)
+
+
+def test_a_buffer_of_more_than_adams_state_is_refused(distributed: Path) -> None:
+    (file,) = distributed.glob("*/mp_rank_00/distrib_optim.pt")
+    buffers = load(file)
+    (entry,) = buffers[0].values()
+    entry["max_exp_avg_sq"] = entry["exp_avg_sq"]
+    torch.save(buffers, file)
+    with pytest.raises(NotExpressible, match="max_exp_avg_sq"):
         megaconv.fingerprint(distributed)
 
 

@@ -127,3 +127,27 @@ def test_groups_whose_parameters_cannot_be_told_are_refused(
     torch.save(state, file)
     with pytest.raises(CheckpointError, match=word):
         megaconv.fingerprint(tmp_path / "made")
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_settings_that_are_tensors_are_the_numbers_in_them(distributed: bool, plain: Path, tmp_path: Path) -> None:
+    """As an optimizer has them whose step is captured into a CUDA graph."""
+    made, kept = tmp_path / "made", {"lr": 0.25, "weight_decay": 0.5, "betas": (0.75, 0.5), "step": 3}
+    megaconv.convert(plain, made, saver="core", transformer_impl="local", distributed_optimizer=distributed)
+    as_tensors = {
+        "lr": torch.tensor(0.25),
+        "weight_decay": torch.tensor([0.5]),
+        "betas": (torch.tensor(0.75), torch.tensor(0.5)),
+        "step": torch.tensor(3, dtype=torch.int32),
+    }
+    edit(made, lambda groups: groups[0].update(as_tensors))
+    megaconv.convert(made, tmp_path / "out", saver="core", tp=2)
+    for state in rank_files(tmp_path / "out").values():
+        group = next(group for group in state["optimizer"]["optimizer"]["param_groups"] if group["wd_mult"] == 1)
+        assert {name: group[name] for name in kept} == kept
+
+
+def test_a_setting_that_training_needs_and_that_is_no_number_is_refused(plain: Path) -> None:
+    edit(plain, lambda groups: groups[0].update(lr=torch.zeros(2)))
+    with pytest.raises(CheckpointError, match="lr of a parameter group"):
+        megaconv.fingerprint(plain)

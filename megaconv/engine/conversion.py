@@ -93,7 +93,8 @@ def _convert(
     opened = OpenedFiles()
     with opened:
         source, report = prepare(load_dir, save_dir, saver, options, ranks.size, place)
-    asked = [options.dtype, options.adapters, options.all_extra(), _revision(place, source.header, options)]
+    lossy = sorted(options.save.allow_lossy)  # with it tensors are finished that are an error without
+    asked = [options.dtype, lossy, options.adapters, options.all_extra(), _revision(place, source.header, options)]
     ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver, staging.target, options)))
     # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.

@@ -91,10 +91,7 @@ class OutputPlan:
             for name, layout in self.files.items()
         }
         places = {
-            f"{key.name}/{key.slot}": [
-                [p.file, p.record, p.offset, p.shift, [[*r.box, r.row, r.repeat, r.pairs, r.halves] for r in p.regions]]
-                for p in placements
-            ]
+            f"{key.name}/{key.slot}": [[p.file, p.record, p.offset, p.shift, list(p.regions)] for p in placements]
             for key, placements in self.placements.items()
         }
         return hashlib.sha256(json.dumps([source, files, places], sort_keys=True).encode()).hexdigest()

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
+from formats.entry_check import Entry
+from formats.opened import begun_entries
 from formats.output import FileLayout
 from formats.staging import StagedFile, Staging
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks, byte_count, matrix_shape
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks, byte_count, check_later, matrix_shape
 from megaconv.engine.assembled import halved_rows, overlap, paired_rows, transpose, window
 from megaconv.engine.fingerprints import tensor_hasher
 from megaconv.engine.plan import Placement, needed_boxes
@@ -31,6 +33,10 @@ from megaconv.model.natives import Region
 
 JOURNAL_SECONDS = 5.0
 """How often finished tensors are brought to disk and entered in the journal."""
+
+
+_BEGUN = "begun"
+"""In the journal: an entry of a source's file that was read in part, whose checksum is still to be compared."""
 
 
 class Run(NamedTuple):
@@ -82,7 +88,11 @@ class Transfer:
         self._block_bytes, self._advance, self._staging = block_bytes, advance, staging
         sizes = {name: layout.size for name, layout in plan.files.items()}
         entries = staging.open(plan.identity(source), resume=resume, sizes=sizes)
-        self._done = {finished.key: finished for finished in map(_Finished.from_json, entries)}
+        # What an earlier run read of entries in part and made tensors of, which are not read again here.
+        self._begun = {Entry(*entry[_BEGUN]) for entry in entries if _BEGUN in entry}
+        check_later(self._begun)
+        done = (_Finished.from_json(entry) for entry in entries if _BEGUN not in entry)
+        self._done = {finished.key: finished for finished in done}
         self._unrecorded: list[_Finished] = []
         self._lock = threading.Lock()
         self._files: dict[str, StagedFile] = {
@@ -164,7 +174,10 @@ class Transfer:
             finished, self._unrecorded = self._unrecorded, []
         for name in {file for item in finished for file, _ in item.runs}:
             self._files[name].sync()
-        self._staging.record([item.to_json() for item in finished])
+        begun = [entry for entry in begun_entries() if entry not in self._begun]
+        self._begun.update(begun)
+        # In front of the tensors: of a journal that breaks off, what is there of it vouches for no tensor without them.
+        self._staging.record([{_BEGUN: entry} for entry in begun] + [item.to_json() for item in finished])
 
     def _write_headers(self) -> None:
         runs: dict[tuple[str, str], list[Run]] = {}

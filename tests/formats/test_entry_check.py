@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import megaconv
 from formats import torch_zip
-from formats.entry_check import EntryCheck
+from formats.entry_check import Entry, EntryCheck
 from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.opened import OpenedFiles
 from formats.tensor import Box, FileTensor, read_tensor, row_blocks
@@ -35,8 +35,8 @@ def test_an_entry_read_in_any_pieces_and_any_order_is_compared_with_the_last(
     edges = [0, *sorted(cuts), 1000]
     pieces = list(pairwise(edges)) * (1 + twice)
     chance.shuffle(pieces)
-    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT)), pieces)
-    wrong = EntryCheck(Path("x"), 100, 1000, crc32(CONTENT) ^ 1)
+    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT), set()), pieces)
+    wrong = EntryCheck(Path("x"), 100, 1000, crc32(CONTENT) ^ 1, set())
     with pytest.raises(CorruptCheckpoint, match="x: the checksum of the tensor at byte 100 is wrong"):
         feed(wrong, pieces)
 
@@ -49,18 +49,29 @@ def test_an_entry_read_in_any_pieces_and_any_order_is_compared_with_the_last(
     )
 )
 def test_no_pieces_of_what_is_intact_are_ever_refused(pieces: list[list[int]]) -> None:
-    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT)), [(first, end) for first, end in pieces])
+    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT), set()), [(first, end) for first, end in pieces])
 
 
 def test_a_row_that_was_looked_at_before_does_not_matter() -> None:
     """As where a tied head is looked for."""
-    wrong = EntryCheck(Path("x"), 100, 1000, 1)
+    wrong = EntryCheck(Path("x"), 100, 1000, 1, set())
     with pytest.raises(CorruptCheckpoint):
         feed(wrong, [(0, 10), (500, 510), (990, 1000), (0, 400), (400, 800), (800, 1000)])
 
 
 def test_an_entry_that_is_read_in_part_is_not_compared() -> None:
-    feed(EntryCheck(Path("x"), 100, 1000, 1), [(0, 999), (5, 999)])
+    begun = set[Entry]()
+    feed(EntryCheck(Path("x"), 100, 1000, 1, begun), [(0, 999), (5, 999)])
+    assert begun == {Entry("x", 100, 1000, 1)}
+
+
+def test_an_entry_is_begun_until_it_was_compared() -> None:
+    begun = set[Entry]()
+    check = EntryCheck(Path("x"), 100, 1000, crc32(CONTENT), begun)
+    check.touch()
+    assert begun == {check.entry}
+    feed(check, [(400, 1000), (0, 400)])
+    assert begun == set()
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ Megatron core.
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
-from formats.tensor import Shape
+from formats.tensor import Shape, number
 from megaconv.errors import NotExpressible
 from megaconv.model.training import ParamGroup
 
@@ -50,7 +51,8 @@ def class_of(name: str, shape: Shape, *, decoupled: bool, decayed_embeddings: bo
 
 
 def read_group(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> ParamGroup:
-    """A group of a checkpoint; tensors and objects among its settings are left out."""
+    """A group of a checkpoint; objects among its settings are left out, unless training needs them (ValueError)."""
+    group = {name: _plain(value) for name, value in group.items() if name != "params"}
     factor = group.get("wd_mult", group.get("pre_wd_mult"))
     if factor is None:  # before 2022 there are two groups, distinguished by the weight decay itself
         decayed = any(other["weight_decay"] != 0 for other in others)
@@ -58,7 +60,16 @@ def read_group(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) ->
     lr_mult = float(group.get("lr_mult", group.get("pre_lr_mult", 1.0)))
     decoupled = bool(group.get("is_decoupled_lr")) or (lr_mult == 1 and group.get("default_config") is False)
     settings = {name: value for name, value in group.items() if name not in _IDENTITY and _is_plain(value)}
+    if lost := [name for name in DEFAULTS if name in group and name not in settings]:
+        raise ValueError(f"{lost[0]} of a parameter group")
     return ParamGroup(float(factor), lr_mult, decoupled, settings)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors of one element, as optimizers whose steps are captured keep rates in, as numbers."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return number(value) if prod(getattr(value, "shape", (0,))) == 1 else value
 
 
 def _is_plain(value: object) -> bool:

@@ -32,7 +32,16 @@ from megaconv.megatron.arguments.param_groups import WITHOUT, Class, by_class, c
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.optimizer.plan import once
-from megaconv.megatron.optimizer.rank import Parameter, RankOptimizer, number, parts, read, step_of
+from megaconv.megatron.optimizer.rank import (
+    Parameter,
+    RankOptimizer,
+    grad_scaler,
+    other_optimizer,
+    parts,
+    read,
+    step_of,
+    updates,
+)
 from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tensors
 from megaconv.megatron.optimizer.source import Optimizers
 from megaconv.megatron.states.names import BUFFERS, core_order
@@ -48,11 +57,13 @@ _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
 _KEPT = "|".join((*ADAM, *SGD))
 _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|{_KEPT})\.(.+)")
 _FSDP_STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(.+)\.({_KEPT})")
+_STEP = re.compile(r"optimizer\.state\.(?:module\.)*.+\.step")
+_OTHER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(.+)")
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
 _BUCKET = re.compile(
     r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
-    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
 )
 _OBJECT = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
 _MASTERS = ("fp32_param", "param")
@@ -143,12 +154,19 @@ class DistOptimizer:
         """
         if self.in_buckets:
             return Optimizers({})
+        result = RankOptimizer(self.where)
         by_slot: dict[str, dict[str, ChunkedTensor]] = {}
         for key, tensor in self.tensors.items():
             if found := _STATE.fullmatch(key):
                 slot, name = MASTER if found[1] in _MASTERS else found[1], found[2]
             elif found := _FSDP_STATE.fullmatch(key):
                 name, slot = found[1], found[2]
+            elif _STEP.fullmatch(key):
+                with well_formed(f"{self.where}: {key}"):
+                    result.parameter_steps.add(updates(tensor))
+                continue
+            elif found := _OTHER_STATE.fullmatch(key):
+                raise other_optimizer(self.where, found[1])
             else:
                 continue
             by_slot.setdefault(slot, {})[name] = self._whole(key, tensor)
@@ -156,11 +174,10 @@ class DistOptimizer:
             slot: {aliases.get(name, name): tensor for name, tensor in unstack(tensors).items()}
             for slot, tensors in by_slot.items()
         }
-        result = RankOptimizer(self.where)
         with well_formed(f"{self.where}: its optimizer"):
             result.group_steps |= {step for step in (step_of(self._common_optimizer()),) if step is not None}
             groups = self._groups()
-            result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
+            result.group_steps |= {updates(group["step"]) for group in groups if "step" in group}
             known = {
                 experts: by_class(
                     [read_group(group, groups) for group in groups if bool(group.get("is_expert_parallel")) == experts],
@@ -169,7 +186,8 @@ class DistOptimizer:
                 )
                 for experts in (False, True)
             }
-            result.grad_scaler = self._scaler()
+            for part in parts(self._common_optimizer()):
+                result.grad_scalers += grad_scaler(part) if isinstance(part, dict) else []
             for name, weight in weights.items():
                 if not name.endswith(BUFFERS) and name not in aliases:
                     result.slots[0, name] = self._slots_of(name, weight, slots)
@@ -190,6 +208,8 @@ class DistOptimizer:
             slot for slot, tensors in slots.items() if name in tensors
         }  # muon's matrices have SGD's, the rest Adam's
         kept = SGD if has.isdisjoint(ADAM) and not has.isdisjoint(SGD) else ADAM
+        if not has <= {MASTER, *kept}:
+            raise other_optimizer(self.where, f"{', '.join(sorted(has))} of {name}")
         wanted = kept if weight.dtype == "float32" else (MASTER, *kept)
         found = {slot: tensor for slot in wanted if (tensor := slots.get(slot, {}).get(name)) is not None}
         missing = [slot for slot in wanted if slot not in found]
@@ -244,12 +264,6 @@ class DistOptimizer:
             if kind not in seen:
                 seen.add(kind)
                 yield {setting: self.directory.read_object(name) for setting, name in members}
-
-    def _scaler(self) -> Mapping[str, Any] | None:
-        for part in parts(self._common_optimizer()):
-            if isinstance(part, dict) and "grad_scaler" in part:
-                return {name: number(value) for name, value in part["grad_scaler"].items()}
-        return None
 
     # In the buffers of model-parallel ranks.
 

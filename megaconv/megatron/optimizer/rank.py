@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from formats.flattened import narrowed
 from formats.pickle_records import TorchDtype
-from formats.tensor import LazyTensor, Shape, read_tensor
+from formats.tensor import LazyTensor, Shape, number
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.megatron.arguments.param_groups import (
     WITHOUT,
@@ -58,7 +56,12 @@ class RankOptimizer:
     group_of: dict[tuple[int, str], ParamGroup] = field(default_factory=dict)
     group_steps: set[int] = field(default_factory=set)
     parameter_steps: set[int] = field(default_factory=set)
-    grad_scaler: Mapping[str, Any] | None = None
+    grad_scalers: list[Mapping[str, Any]] = field(default_factory=list)
+    """Of each optimizer that has one."""
+
+
+_BUFFERS = {MASTER: "param", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
+"""What the distributed optimizer keeps, as its files call it."""
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -92,10 +95,32 @@ def step_of(optimizer: Any) -> int | None:
                 state["step"] for state in list(states.values())[:1] if isinstance(state, dict) and "step" in state
             ]
             if given:
-                return max(int(number(step)) for step in given)
+                return max(map(updates, given))
         except (AttributeError, LookupError, TypeError, ValueError):
             continue
     return None
+
+
+def updates(step: Any) -> int:
+    """A step as any optimizer counts it. Raises ValueError for what is no count."""
+    count = number(step)
+    if count != int(count) or count < 0:
+        raise ValueError(f"a step of {count}")
+    return int(count)
+
+
+def grad_scaler(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The loss scale of one optimizer, where it has one."""
+    if "grad_scaler" not in part:
+        return []
+    return [{name: number(value) for name, value in part["grad_scaler"].items()}]
+
+
+def other_optimizer(where: str, what: str) -> NotExpressible:
+    """For state that is neither Adam's nor SGD's."""
+    return NotExpressible(
+        f"{where}: the optimizer's state is {what}; only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are supported; {WITHOUT}"
+    )
 
 
 def _is_distributed(part: Mapping[str, Any]) -> bool:
@@ -181,9 +206,8 @@ class _Part:
         groups = _groups(self.part)
         self.groups = [read_group(group, groups) for group in groups]
         self.by_class = by_class(self.groups, self.args, self.where)
-        self.result.group_steps |= {int(group["step"]) for group in groups if "step" in group}
-        if "grad_scaler" in self.part:
-            self.result.grad_scaler = {name: number(value) for name, value in self.part["grad_scaler"].items()}
+        self.result.group_steps |= {updates(group["step"]) for group in groups if "step" in group}
+        self.result.grad_scalers += grad_scaler(self.part)
 
     def members(self, *, decayed_embeddings: bool = True) -> dict[Class, list[Parameter]]:
         """The parameters of each class, in order."""
@@ -215,8 +239,8 @@ class _Part:
             self.groups, (g["params"] for g in listed), members, masters, strict=True
         ):
             unread = iter(copies)
-            for number, parameter in zip(ids, theirs, strict=True):
-                slots = self._moments(states.get(number), parameter)
+            for index, parameter in zip(ids, theirs, strict=True):
+                slots = self._moments(states.get(index), parameter)
                 if parameter.dtype != "float32":  # fp32 weights are their own masters, and have no entry
                     slots[MASTER] = next(unread, None) or self._fail(f"no fp32 copy of {parameter.name}")
                 self._enter(parameter, group, slots)
@@ -250,12 +274,9 @@ class _Part:
             self._fail(f"no state of {parameter.name} (was it never trained?)")
         kind = next((kind for kind in (ADAM, SGD) if set(state) - {"step"} == set(kind)), None)
         if kind is None:
-            raise NotExpressible(
-                f"{self.where}: the optimizer's state of {parameter.name} is {', '.join(sorted(map(str, state)))}; "
-                f"only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are supported; {WITHOUT}"
-            )
+            raise other_optimizer(self.where, f"{', '.join(sorted(map(str, state)))} of {parameter.name}")
         if "step" in state:
-            self.result.parameter_steps.add(int(number(state["step"])))
+            self.result.parameter_steps.add(updates(state["step"]))
         return {slot: state[slot] for slot in kind}
 
     def _fail(self, what: str) -> NoReturn:
@@ -288,6 +309,8 @@ class _Part:
         self, flat: Mapping[Any, Any], index: int, chunk: int, dtype: str, theirs: Sequence[Parameter]
     ) -> Iterator[tuple[Parameter, dict[str, LazyTensor]]]:
         stored = _by_dtype(flat.get(index), dtype) or self._fail(f"no buffer {index} for {dtype} parameters")
+        if not {*_BUFFERS.values(), "numel_unpadded"} >= set(stored):
+            raise other_optimizer(self.where, f"{', '.join(sorted(map(str, stored)))} of {theirs[0].name}")
         first = stored["param"]
         sizes = [int(tensor.shape[0]) for tensor in first] if isinstance(first, list) else [int(first.shape[0])]
         unpadded = _unpadded(flat, stored, index, dtype, sizes)
@@ -302,7 +325,7 @@ class _Part:
             self._fail(f"a buffer of {sum(unpadded)} elements for parameters that have {numel} (were some frozen?)")
         for parameter in theirs:
             slots = {}
-            for slot, key in ((MASTER, "param"), (EXP_AVG, EXP_AVG), (EXP_AVG_SQ, EXP_AVG_SQ)):
+            for slot, key in _BUFFERS.items():
                 if slot != MASTER or dtype != "float32":
                     slots[slot] = _piece(stored[key], buffer, parameter)
             yield parameter, slots
@@ -331,12 +354,3 @@ def _piece(stored: Any, buffer: Buffer, parameter: Parameter) -> LazyTensor:
         place = buffer.places[parameter.name]
         return narrowed(stored[place.bucket], place.offset, parameter.shape)
     return narrowed(stored, buffer.offset(parameter.name), parameter.shape)
-
-
-def number(value: Any) -> Any:
-    """A tensor of one element as a Python number, numbers as they are."""
-    if not hasattr(value, "read_into"):
-        return value
-    if prod(value.shape) != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
-        raise ValueError(f"a number was expected, found {value.dtype} {list(value.shape)}")
-    return read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from formats import rank_files, torch_zip
-from formats.tensor import LazyTensor, Shape
+from formats.tensor import LazyTensor, Shape, number
 from megaconv.engine.assembled import Assembled, Placed, assemble
-from megaconv.errors import TensorMismatch
+from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.megatron.arguments.param_groups import WITHOUT, Class, group_class, is_expert, require_same
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
@@ -129,18 +129,33 @@ def optimizer_state(
             if group not in groups:
                 groups.append(group)
             group_of |= dict.fromkeys(item.native.parts, groups.index(group))
-    scalers = (found.grad_scaler for found in optimizers.by_rank.values() if found.grad_scaler is not None)
-    step = _step(optimizers.by_rank.values())
-    return OptimizerState(known.kind, iteration if step is None else step, tuple(groups), group_of, next(scalers, None))
+    found = list(optimizers.by_rank.values())
+    step = _step(found)
+    return OptimizerState(known.kind, iteration if step is None else step, tuple(groups), group_of, _grad_scaler(found))
 
 
-def _step(found: Iterable[RankOptimizer]) -> int | None:
+def _grad_scaler(found: Iterable[RankOptimizer]) -> Mapping[str, Any] | None:
+    scalers = [(scaler, rank.where) for rank in found for scaler in rank.grad_scalers]
+    for scaler, where in scalers[1:]:
+        first = scalers[0][0]
+        if scaler != first:  # experts' optimizer keeps count for itself
+            raise NotExpressible(
+                f"{where}: the optimizers of one run have different loss scales ({_told(first)} and {_told(scaler)}), which can't be "
+                f"kept in another layout; {WITHOUT}"
+            )
+    return scalers[0][0] if scalers else None
+
+
+def _told(scaler: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in scaler.items())
+
+
+def _step(found: Sequence[RankOptimizer]) -> int | None:
     """Updates done: the later of what groups and parameters say.
 
     Each optimizer counts in one of these places, and keeps the other as it was loaded.
     """
-    found = list(found)
-    updates: list[int] = []
+    counts: list[int] = []
     for steps in (
         {step for rank in found for step in rank.group_steps},
         {step for rank in found for step in rank.parameter_steps},
@@ -150,8 +165,8 @@ def _step(found: Iterable[RankOptimizer]) -> int | None:
                 f"the optimizer has updated some parameters {min(steps)} times and others {max(steps)} times, "
                 f"which can't be kept in another layout; {WITHOUT}"
             )
-        updates += steps
-    return max(updates, default=None)
+        counts += steps
+    return max(counts, default=None)
 
 
 def read_scheduler(state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -159,7 +174,9 @@ def read_scheduler(state: Mapping[str, Any]) -> dict[str, Any] | None:
     found = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     if not isinstance(found, dict) or "num_steps" not in found:
         return None
-    plain = {str(name): value for name, value in found.items() if isinstance(value, (int, float, str, type(None)))}
+    with well_formed("the scheduler's state (opt_param_scheduler)"):
+        numbers = {str(name): number(value) for name, value in found.items()}
+    plain = {name: value for name, value in numbers.items() if isinstance(value, (int, float, str, type(None)))}
     return {_PRESENT_NAMES.get(name, name): value for name, value in plain.items()}
 
 
