@@ -74,6 +74,11 @@ class EntryCheck:
             self._begun.discard(self.entry)
 
     @property
+    def compared(self) -> bool:
+        """Whether all of it was read, and its checksum was right."""
+        return self._done
+
+    @property
     def entry(self) -> Entry:
         return Entry(str(self._path), self._start, self._size, self._crc)
 

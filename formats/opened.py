@@ -6,7 +6,7 @@ same list.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from pathlib import Path
@@ -78,15 +78,19 @@ class OpenedFiles:
         """Those of which a part was read, so that nobody has compared their checksums."""
         return [entry for file in self._checked for entry in tuple(file.begun)]
 
-    def require_as_stored(self, *, whole: bool = True) -> None:
+    def compared_entries(self) -> list[Entry]:
+        """Those of which all was read, and whose checksums were right."""
+        return [check.entry for file in self._checked for check in file.checks if check.compared]
+
+    def require_as_stored(self, only: Collection[Entry] | None = None) -> None:
         """To be called when all that is needed was read.
 
-        whole: compare the checksums of what was read but for a rest, too. Raises CorruptCheckpoint for a checksum that is
-        wrong, and for files that aren't as they were when they were opened.
+        Compares the checksums of entries that were read but for a rest. only: of these alone; None: of all. Raises
+        CorruptCheckpoint for a checksum that is wrong, and for files that aren't as they were when they were opened.
         """
-        if whole:
-            for file in self._checked:
-                for check in file.checks:
+        for file in self._checked:
+            for check in file.checks:
+                if only is None or check.entry in only:
                     check.finish(file)
         self._require_unchanged()
 

@@ -2,12 +2,15 @@
 
 import errno
 import os
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +27,7 @@ from tests.models import write_llama
 from tests.runs import Outcome, run, snapshot, unchanged
 
 Fault = Callable[[], object]
+DISTRIBUTED = Path(__file__).parent / "fixtures" / "core-llama-distopt-tp1pp2dp2" / "checkpoint"
 SECONDS = 30.0
 """After which a rank that has not ended is one that hangs; on a quiet machine they end within two."""
 
@@ -233,6 +237,25 @@ def test_a_broken_source_is_told_once(model: Path, folder: Path) -> None:
     (model / "config.json").write_text("{")
     with unchanged(model.parent):
         assert_reported_once(Fleet(folder, 3, command(model), {}).outcomes(), "config.json")
+
+
+@pytest.mark.parametrize("record", ["data/0", "data/1", "data/2"])
+def test_damage_in_what_ranks_read_parts_of_is_found(record: str, tmp_path: Path, folder: Path) -> None:
+    """In the flat buffers of a distributed optimizer, of which each rank needs other parameters."""
+    shutil.copytree(DISTRIBUTED, tmp_path / "source")
+    file = tmp_path / "source" / "iter_0000002" / "mp_rank_00_000" / "distrib_optim.pt"
+    with zipfile.ZipFile(file) as archive:
+        found = next(entry for entry in archive.infolist() if entry.filename.endswith(f"/{record}"))
+    with file.open("r+b") as opened:
+        opened.seek(found.header_offset + 26)
+        name, extra = struct.unpack("<HH", opened.read(4))
+        opened.seek(found.header_offset + 30 + name + extra + found.file_size // 2)
+        byte = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 1]))
+    words = ["convert", "--load-dir", tmp_path / "source", "--saver", "core", "--save-dir", tmp_path / "out", "--tp", 2]
+    with unchanged(tmp_path):
+        assert_reported_once(Fleet(folder, 3, words, {}).outcomes(), "distrib_optim.pt", "checksum")
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from formats.entry_check import Entry
 from formats.opened import OpenedFiles
 from formats.staging import Staging
 from megaconv import registry
@@ -106,7 +107,7 @@ def _convert(
     try:
         with opened:
             digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
-        opened.require_as_stored(whole=ranks.size == 1)  # several ranks may each have read but a part
+        opened.require_as_stored(_left_to(ranks, opened))
         if ranks.rank:
             staging.finish()  # rank 0 does when it commits
         gathered = _gather(ranks, shares, digests)
@@ -163,6 +164,26 @@ def _transfer(
     digests = transfer.run(stream, workers)
     sender.join()
     return digests
+
+
+def _left_to(ranks: Ranks, opened: OpenedFiles) -> set[Entry] | None:
+    """Zip entries that no rank has read all of, and this one is the first to have read a part of; None: all, of one rank alone."""
+    if ranks.size == 1:
+        return None
+    begun, compared = opened.begun_entries(), opened.compared_entries()
+    gathered = ranks.gather(json.dumps([[_placed(entry) for entry in entries] for entries in (begun, compared)]))
+    found = [json.loads(text) for text in gathered]
+    done = {name for _, theirs in found for name in theirs}
+    first: dict[str, int] = {}
+    for rank, (theirs, _) in enumerate(found):
+        for name in theirs:
+            first.setdefault(name, rank)
+    return {entry for entry in begun if _placed(entry) not in done and first[_placed(entry)] == ranks.rank}
+
+
+def _placed(entry: Entry) -> str:
+    """The same for all ranks, which may have mounted the source at different places."""
+    return f"{'/'.join(Path(entry.path).parts[-3:])}:{entry.start}"
 
 
 def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -> dict[Key, str]:
