@@ -12,9 +12,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 
 

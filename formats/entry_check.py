@@ -9,13 +9,11 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
-from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import Bytes, np
 
-Bytes = NDArray[np.uint8]
 _BLOCK_BYTES = 2 << 20
 _JOINING = Lock()
 """One for all entries: a model has tens of thousands of them, and joining two stretches takes a microsecond."""

@@ -18,10 +18,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from formats.ceilings import CONFIG_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import np
 from formats.regular_files import read_json, regular_size
 from formats.tensor import ITEMSIZE, Box, Bytes, Shape
 

@@ -12,9 +12,8 @@ from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import cast
 
-import numpy as np
-
 from formats.ceilings import AXES, AXIS
+from formats.lazy_numpy import np
 from formats.pickle_records import (
     STORAGE_DTYPES,
     Global,

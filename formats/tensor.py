@@ -14,18 +14,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from formats.ceilings import AXES, AXIS
 from formats.entry_check import Entry, EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import Bytes as Bytes
+from formats.lazy_numpy import np
 from formats.opened import note_checked
 from formats.partial_files import PartialFile
 from formats.partial_files import find as find_partial
 from formats.regular_files import open_regular, regular_size
 
-Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]
 
 ITEMSIZE = {
@@ -156,7 +154,9 @@ class InputFile:
 
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill a contiguous buffer with the bytes from offset on."""
-        view = out.data.cast("B")
+        self._fill(offset, out.data.cast("B"))
+
+    def _fill(self, offset: int, view: memoryview) -> None:
         if self._partial is not None:
             self._partial.require(offset, offset + len(view))
         try:
@@ -179,9 +179,9 @@ class InputFile:
                 f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
                 code="truncated-file",
             )
-        out = np.empty(count, np.uint8)
-        self.read_into(offset, out)
-        return out.tobytes()
+        out = bytearray(count)
+        self._fill(offset, memoryview(out))
+        return bytes(out)
 
     def checked(self, start: int, size: int, crc: int) -> EntryCheck:
         """The check of a zip entry in it."""

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from formats import gguf_header
 from formats.gguf import BLOCK, BLOCK_BYTES
 from formats.gguf_header import GgufHeader, GgufTensor
+from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, FileTensor, InputFile, LazyTensor, Shape, matrix_shape
 from megaconv.engine.cast import CastTensor
 from megaconv.engine.rounding import rounded

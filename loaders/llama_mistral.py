@@ -16,9 +16,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
 from megaconv import registry
 from megaconv.engine.assembled import Placed, assemble

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from formats.lazy_numpy import np
 from formats.orbax_arrays import ArrayMatrix, OrbaxTree, find_tree, open_arrays, read_tree
 from formats.tensor import Box, Bytes, LazyTensor, Shape
 from megaconv.engine import rounding

@@ -528,6 +528,12 @@ def test_help_starts_without_anything_heavy(arguments: list[str]) -> None:
     }
 
 
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_names_and_shapes_are_looked_at_without_numpy(hf: Path, command: str) -> None:
+    for path in (hf, FIXTURES / "dist-llama-tp2pp2", FIXTURES / "zarr-llama-tp2pp2" / "checkpoint"):
+        assert "numpy" not in imported_by(command, path)
+
+
 @pytest.mark.parametrize(
     "command",
     [

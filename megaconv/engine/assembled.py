@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from blake3 import blake3
 
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.shifted import ShiftedHasher

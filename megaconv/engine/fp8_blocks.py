@@ -11,9 +11,7 @@ from functools import cached_property
 from math import sqrt
 from threading import Lock
 
-import numpy as np
-from numpy.typing import NDArray
-
+from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
 from megaconv.engine import rounding
 from megaconv.engine.assembled import window
@@ -26,7 +24,7 @@ SCALES = "_scale_inv"
 """Follows a weight's name in that of its scales."""
 READ_AS = "bfloat16"
 """What a reader makes of such a weight, unless it is asked for another dtype."""
-_LARGEST = np.float32(448)
+_LARGEST = 448.0
 _AT_ONCE = 1 << 17
 """Elements that arithmetic is done with at a time, so that what lies between two steps of it stays small."""
 
@@ -40,7 +38,7 @@ class Rounding:
     count: int = 0
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def add(self, errors: rounding.Floats) -> None:
+    def add(self, errors: Floats) -> None:
         largest, squares = float(np.abs(errors).max(initial=0)), float(np.square(errors, dtype=np.float64).sum())
         with self._lock:
             self.largest, self.squares = max(self.largest, largest), self.squares + squares
@@ -63,20 +61,20 @@ class Blocks:
     """For messages."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def read(self, box: Box) -> rounding.Floats:
+    def read(self, box: Box) -> Floats:
         stored = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
         self.source.read_into(box, stored)
         numbers = rounding.exact(stored.reshape(-1), self.source.dtype).astype(np.float32)
         return numbers.reshape(box.rows, box.cols)
 
     @property
-    def scales(self) -> rounding.Floats:
+    def scales(self) -> Floats:
         """[rows / 128, columns / 128]. Raises NotExpressible for a value that is not finite."""
         with self._lock:
             return self._scales
 
     @cached_property
-    def _scales(self) -> rounding.Floats:
+    def _scales(self) -> Floats:
         rows, cols = matrix_shape(self.source.shape)
         largest = np.empty(grid(self.source.shape), np.float32)
         for row in range(0, rows, BLOCK):
@@ -89,7 +87,7 @@ class Blocks:
         scales = largest / _LARGEST
         return np.where(scales == 0, np.float32(1), scales)
 
-    def scales_of(self, box: Box) -> rounding.Floats:
+    def scales_of(self, box: Box) -> Floats:
         """One for each element of a rectangle."""
         rows, cols = np.arange(box.row0, box.row1) // BLOCK, np.arange(box.col0, box.col1) // BLOCK
         return self.scales[rows[:, None], cols]
@@ -154,7 +152,7 @@ def grid(shape: Shape) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-cols // BLOCK)
 
 
-def e4m3(numbers: rounding.Floats) -> Bytes:
+def e4m3(numbers: Floats) -> Bytes:
     """float8_e4m3fn of finite numbers, to nearest even; what is beyond 448 becomes 448."""
     bits = numbers.view(np.uint32)
     magnitude = np.minimum(np.abs(numbers), _LARGEST)
@@ -168,7 +166,7 @@ def e4m3(numbers: rounding.Floats) -> Bytes:
     return codes | (bits >> 24 & 0x80).astype(np.uint8)
 
 
-def e4m3_values(codes: Bytes) -> NDArray[np.float32]:
+def e4m3_values(codes: Bytes) -> Floats:
     """What codes of float8_e4m3fn stand for."""
     """Of the codes that `e4m3` makes, and of NaN's."""
     return rounding.numbers(codes, "float8_e4m3fn").astype(np.float32)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 
-import numpy as np
-
+from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
 from megaconv.engine import rounding
 from megaconv.engine.assembled import window
@@ -26,9 +25,9 @@ GROUP = 16
 """Elements of a row that share a scale."""
 SCALES, SCALE_2 = "_scale", "_scale_2"
 """Follow a weight's name in those of its scales."""
-_LARGEST, _LARGEST_SCALE, _LEAST_SCALE = np.float32(6), np.float32(448), np.float32(2**-9)
-_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
-_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_LARGEST, _LARGEST_SCALE, _LEAST_SCALE = 6.0, 448.0, 2.0**-9
+_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AT_ONCE = 1 << 17
 """Elements that arithmetic is done with at a time."""
 
@@ -41,13 +40,13 @@ class Joined:
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @property
-    def scale(self) -> np.float32:
+    def scale(self) -> "np.float32":
         """Raises NotExpressible for a value that is not finite."""
         with self._lock:
             return self._scale
 
     @cached_property
-    def _scale(self) -> np.float32:
+    def _scale(self) -> "np.float32":
         largest = np.float32(0)
         for name, tensor in self.members:
             rows, cols = matrix_shape(tensor.shape)
@@ -66,14 +65,14 @@ class Groups:
     source: LazyTensor
     joined: Joined
 
-    def numbers_and_codes(self, box: Box) -> tuple[rounding.Floats, Bytes]:
+    def numbers_and_codes(self, box: Box) -> tuple[Floats, Bytes]:
         """([rows, groups, 16] values, [rows, groups] codes of their scales) of a rectangle of whole groups."""
         numbers = _read(self.source, box).reshape(box.rows, -1, GROUP)
         scales = np.abs(numbers).max(axis=2) / (_LARGEST * self.joined.scale)
         scales = np.where(scales == 0, np.float32(1), scales).clip(_LEAST_SCALE, _LARGEST_SCALE)
         return numbers, e4m3(scales)
 
-    def scale_of(self, codes: Bytes) -> rounding.Floats:
+    def scale_of(self, codes: Bytes) -> Floats:
         """What the values of each group are multiplied with when they are read."""
         return e4m3_values(codes) * self.joined.scale
 
@@ -164,18 +163,19 @@ def scales_shape(shape: Shape) -> Shape:
     return rows, cols // GROUP
 
 
-def e2m1(numbers: rounding.Floats) -> Bytes:
+def e2m1(numbers: Floats) -> Bytes:
     """Codes of 4 bits, a byte each."""
     magnitude = np.abs(numbers)
-    codes: Bytes = np.searchsorted(_BOUNDS, magnitude).astype(np.uint8)  # how many bounds are smaller
-    for odd in _BOUNDS[1:6:2]:
+    bounds = np.array(_BOUNDS, np.float32)
+    codes: Bytes = np.searchsorted(bounds, magnitude).astype(np.uint8)  # how many bounds are smaller
+    for odd in bounds[1:6:2]:
         codes += magnitude == odd
     codes += (numbers < 0).astype(np.uint8) * np.uint8(8)
     return codes
 
 
-def _e2m1_values(codes: Bytes) -> rounding.Floats:
-    values: rounding.Floats = _VALUES[codes & 7]
+def _e2m1_values(codes: Bytes) -> Floats:
+    values: Floats = np.array(_VALUES, np.float32)[codes & 7]
     values[(codes & 8).astype(bool)] *= -1
     values += np.float32(0)  # a reader has no minus zero
     return values
@@ -190,7 +190,7 @@ def _parts(box: Box) -> "list[tuple[Box, Box]]":
     ]
 
 
-def _read(tensor: LazyTensor, box: Box) -> rounding.Floats:
+def _read(tensor: LazyTensor, box: Box) -> Floats:
     stored = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
     tensor.read_into(box, stored)
     return rounding.exact(stored.reshape(-1), tensor.dtype).astype(np.float32).reshape(box.rows, box.cols)

@@ -18,11 +18,10 @@ from functools import cache
 from math import prod
 from typing import Any
 
-import numpy as np
-
+from formats.lazy_numpy import Floats, np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor, reshaped
 from megaconv.engine.cast import CastTensor
-from megaconv.engine.rounding import Floats, rounded
+from megaconv.engine.rounding import rounded
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
 from megaconv.model.check import well_formed

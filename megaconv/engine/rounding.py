@@ -9,13 +9,8 @@ plain code (what its vector code writes depends on the processor).
 
 from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
+from formats.lazy_numpy import AnyFloats, Booleans, Doubles, Floats, Halves, Words, np
 from formats.tensor import ITEMSIZE, Bytes
-
-Floats = NDArray[np.float32]
-Halves = NDArray[np.uint16]
 
 _CHUNK = 1 << 16
 """Elements that are converted at a time, so that what lies between two steps of arithmetic stays in the cache."""
@@ -73,12 +68,12 @@ def _widened(values: Bytes, dtype: str, overflow: bool) -> Floats:
     return made
 
 
-def exact(values: Bytes, dtype: str) -> NDArray[np.floating]:
+def exact(values: Bytes, dtype: str) -> AnyFloats:
     """Bytes of any of these dtypes as numbers that arithmetic can be done with."""
     return values.view(np.float64) if dtype == "float64" else _widened(values, dtype, overflow=True)
 
 
-def numbers(values: Bytes, dtype: str) -> NDArray[np.float64]:
+def numbers(values: Bytes, dtype: str) -> Doubles:
     """A vector of bytes of any dtype as float64, for differences; whole numbers beyond 2^53 are rounded."""
     if dtype in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"):
         return _eight_bits(dtype)[values]
@@ -90,7 +85,7 @@ def numbers(values: Bytes, dtype: str) -> NDArray[np.float64]:
 
 
 @cache
-def _eight_bits(dtype: str) -> NDArray[np.float64]:
+def _eight_bits(dtype: str) -> Doubles:
     """Of all 256 bytes. Source: torch's float8 dtypes, and the OCP specification of eight-bit floats, 1.0."""
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
@@ -134,7 +129,7 @@ def _to_float16(values: Floats) -> Halves:
         return values.astype(np.float16).view(np.uint16)
 
 
-def _to_bfloat16(bits: NDArray[np.uint32]) -> Halves:
+def _to_bfloat16(bits: Words) -> Halves:
     """The upper halves. NaNs may come out as anything."""
     made = bits >> 16
     made &= 1
@@ -144,7 +139,7 @@ def _to_bfloat16(bits: NDArray[np.uint32]) -> Halves:
     return made.astype(np.uint16)
 
 
-def _bfloat16_to_float16(stored: Halves) -> tuple[Halves, NDArray[np.bool_]]:
+def _bfloat16_to_float16(stored: Halves) -> tuple[Halves, Booleans]:
     """(float16, where it is right: among the numbers that are normal ones in float16, none of which needs rounding)."""
     made: Halves = np.bitwise_and(stored, 0x7FFF, dtype=np.uint16)
     made -= 0x3880  # of 2^-14, the smallest of them; what is below wraps round and is large
@@ -155,7 +150,7 @@ def _bfloat16_to_float16(stored: Halves) -> tuple[Halves, NDArray[np.bool_]]:
     return made, is_right
 
 
-def _float16_to_bfloat16(stored: Halves) -> tuple[Halves, NDArray[np.bool_]]:
+def _float16_to_bfloat16(stored: Halves) -> tuple[Halves, Booleans]:
     """(bfloat16, where it is right: for normal numbers)."""
     made: Halves = np.bitwise_and(stored, 0x7FFF, dtype=np.uint16)
     is_right = made - 0x0400 < 0x7C00 - 0x0400

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from formats.gguf import BLOCK, BLOCK_BYTES
+from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.engine import fp8_blocks, nvfp4, rounding
 from megaconv.engine.cast import CastTensor
@@ -89,7 +88,7 @@ class Q8Tensor:
         np.copyto(out, made[:, box.col0 - first * BLOCK_BYTES : box.col1 - first * BLOCK_BYTES])
 
 
-def q8_0(blocks: np.ndarray) -> Bytes:
+def q8_0(blocks: Floats) -> Bytes:
     """[blocks, 32] float32 -> [blocks, 34] bytes."""
     scale = np.abs(blocks).max(axis=1) / np.float32(127)
     with np.errstate(divide="ignore"):

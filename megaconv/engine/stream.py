@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Any
 
-import numpy as np
-
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, byte_count, matrix_shape
 from megaconv.errors import Cancelled, TensorMismatch
 from megaconv.model.check import Ledger
@@ -23,7 +22,7 @@ MAX_WAITING = 64
 class ArrayTensor:
     """A tensor that is in memory already: what a plugin may hand over instead of a lazy one."""
 
-    def __init__(self, array: np.ndarray[Any, Any], shape: Shape, dtype: str) -> None:
+    def __init__(self, array: "np.ndarray[Any, Any]", shape: Shape, dtype: str) -> None:
         self.shape, self.dtype = shape, dtype
         rows, _ = matrix_shape(shape)
         raw = np.ascontiguousarray(array).view(np.uint8)

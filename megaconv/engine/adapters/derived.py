@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape, row_blocks
 
 _COMPARED_AT_ONCE = 1 << 20

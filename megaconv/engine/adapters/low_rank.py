@@ -15,11 +15,9 @@ Nothing is kept between two rectangles: an adapter's rows and columns are read a
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
 from megaconv.engine import rounding
-from megaconv.engine.rounding import Floats
 from megaconv.errors import NotExpressible
 
 FLOATS = ("float32", "float16", "bfloat16")

@@ -12,8 +12,7 @@ read back by this: what llama.cpp's architecture has no key for has the one valu
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
-
+from formats.lazy_numpy import np
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.families.parts.gguf_names import DIVISORS, SHARED_HEADS, full_every
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from math import log, pi, sqrt
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from formats.gguf import Value
+from formats.lazy_numpy import Floats, np
 from megaconv.errors import NotExpressible
 from megaconv.families.deepseek_v3 import LATENT_EPSILON
 from megaconv.families.parts.gguf_names import ARCHITECTURES, SHARED_HEADS, full_every
@@ -206,7 +204,7 @@ def _longrope(config: ModelConfig, scaling: _Scaling) -> Metadata:
     }
 
 
-def divisors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:
+def divisors(config: ModelConfig) -> dict[str, Floats]:
     """Names of tensors -> what each frequency is divided by: [rotating elements / 2]; none where metadata alone scale positions.
 
     Raises NotExpressible, as metadata does.
@@ -221,7 +219,7 @@ def divisors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:
     return {}
 
 
-def _llama3_divisors(config: ModelConfig, scaling: _Scaling) -> npt.NDArray[np.float32]:
+def _llama3_divisors(config: ModelConfig, scaling: _Scaling) -> Floats:
     """In float32, as its arithmetic."""
     one, dim = np.float32(1), config.attention.head_dim
     factor, old, low, high = (
@@ -231,7 +229,7 @@ def _llama3_divisors(config: ModelConfig, scaling: _Scaling) -> npt.NDArray[np.f
     lengths = np.float32(2 * pi) / frequencies
     smooth = (old / lengths - low) / (high - low)
     between = one / ((one - smooth) / factor + smooth)
-    found: npt.NDArray[np.float32] = np.where(lengths < old / high, one, np.where(lengths > old / low, factor, between))
+    found: Floats = np.where(lengths < old / high, one, np.where(lengths > old / low, factor, between))
     return found
 
 

@@ -11,9 +11,8 @@ Source: checkpointing.py, model_load_save.py and state.py of Megatron-Bridge 0.3
 from argparse import Namespace
 from typing import Any
 
-import numpy as np
-
 from formats import rank_files, torch_zip
+from formats.lazy_numpy import np
 from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Constant
 from formats.yaml_file import yaml_bytes

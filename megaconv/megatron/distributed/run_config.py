@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from formats import rank_files, torch_dist, torch_zip
 from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import np
 from formats.tensor import FileTensor, StridedTensor, read_tensor
 from formats.yaml_file import read_yaml
 from megaconv.megatron.arguments.provider import provider_arguments

@@ -6,8 +6,7 @@ master is read, so that it costs no pass of its own.
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.engine.rounding import rounded
 from megaconv.engine.shifted import add
