@@ -9,7 +9,7 @@ don't count; medians of --steps rounds, and of the ratio within a round, which a
 the processor's time (where others keep the machine busy only the latter means anything, with OMP_NUM_THREADS=1). All run
 as installed; `keeping freed memory` gives the others glibc's mallopt setting too, which the trainer makes on a CPU.
 With --mixture a Mixtral of 34 million parameters in its place: 8 experts in each of 4 layers, of which a token goes to 2; or, fine-grained,
-64 of an eighth of the width, of which it goes to 8.
+64 of a quarter of the width, of which it goes to 8.
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
 gpu: Llamas of 1B and 3B, bf16, sequences of 4096, one GPU: tokens/s and MFU against its dense peak.
 """
