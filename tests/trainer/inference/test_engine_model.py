@@ -38,8 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 16,
             "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
             "query_pre_attn_scalar": 24,
         },
     ),
