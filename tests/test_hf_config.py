@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily, UnsupportedInput
 from megaconv.families import family, family_of_hf
 from megaconv.families.parts.hf_config import as_file, load_config
+from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import STRUCTURE, changed, fields_of
 from tests.config_models import (
@@ -215,3 +216,5 @@ def test_a_config_describes_at_least_what_decides_about_tensors() -> None:
 def test_half_a_character_in_a_configuration_is_written_as_it_was_spelled() -> None:
     assert json.loads(as_file({"bos_token": "\ud800", "other": "é"})) == {"bos_token": "\ud800", "other": "é"}
     assert "é".encode() in as_file({"other": "é"})
+    whole = whole_config_json({"model_type": "x", "use_cache": "\ud800"}, "bfloat16")
+    assert json.loads(whole) == {"model_type": "x", "use_cache": "\ud800", "torch_dtype": "bfloat16"}

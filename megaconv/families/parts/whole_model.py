@@ -5,7 +5,6 @@ are those of the files without `model.`, but for RENAMED. Towers that it builds 
 registries, 22 August 2026.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from formats.tensor import LazyTensor, Shape
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
-from megaconv.families.parts.hf_config import QUANTIZATION
+from megaconv.families.parts.hf_config import QUANTIZATION, as_file
 from megaconv.families.parts.language_model import INSIDE, TEXT, inner_names, place_inside
 from megaconv.families.parts.towers import IN_FILES, TOWERS
 from megaconv.model.beside import BESIDE, TOWER, Beside, Whole
@@ -132,7 +131,7 @@ def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
     stated = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
     for part, key in stated or [(config, "torch_dtype")]:
         part[key] = dtype
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return as_file(config)
 
 
 def whole_notices(whole: Whole | None) -> tuple[str, ...]:
